@@ -52,11 +52,14 @@ class RegistrationFinder:
         self._thread.start()
 
     def find(self, host: str, port: int) -> None:
-        """Ask the bootstrap server at ``host``:``port``. Thread-safe, never waits."""
+        """Begin to ask the bootstrap server at ``host``:``port`` for its registration, and return at once. Thread-safe.
+
+        The result, or the error, comes later by ``on_found``, called from the finder's thread.
+        """
         asyncio.run_coroutine_threadsafe(self._answer(host, port), self._loop)
 
     def stop(self) -> None:
-        """Give up open questions, without further calls, and end the thread."""
+        """Give up open questions, without calling ``on_found`` for them, and wait for the thread to end."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -106,7 +109,10 @@ class RegistrationFinder:
 
 
 async def _ask(client: httpx.AsyncClient, url: httpx.URL) -> Reached:
-    """Ask once; raises ``NotRegistered`` for "not now" and ``InvalidRegistration`` for an invalid answer."""
+    """Ask the bootstrap server at ``url`` once, and return its registration with the address that it was reached at.
+
+    Raises ``NotRegistered`` if it has none now, and ``InvalidRegistration`` for an invalid answer.
+    """
     body = b""
     # Uncompressed: a hostile answer of a few bytes could otherwise unpack to a thousand times as many.
     async with client.stream("GET", url, headers={"accept-encoding": "identity"}) as response:
@@ -132,9 +138,9 @@ async def _ask(client: httpx.AsyncClient, url: httpx.URL) -> Reached:
 
 
 async def _address(host: str, reached: str) -> str:
-    """Look up the host that an instance registered, in the address family of its bootstrap server.
+    """Return an IP address of ``host``, which an instance registered, of the same family as ``reached``.
 
-    Raises ``NotRegistered`` for a name without such an address.
+    ``reached``: the address of its bootstrap server. Raises ``NotRegistered`` for a name without such an address.
     """
     family = address_family(reached)
     try:

@@ -54,29 +54,31 @@ class LeaseKeeper:
         self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
 
     def start(self) -> None:
-        """Begin to register and renew."""
+        """Start the thread, which registers the instance and renews its lease until ``stop`` or ``withdraw``."""
         self._renewed_at = time.monotonic()
         self._thread.start()
 
     def change(self, registration: Registration) -> None:
-        """Renew with this from now on, first within a third of the lease; at once where it was paused."""
+        """Renew the lease with ``registration`` from now on. The server gets it within a third of the lease, or at once
+        if paused.
+        """
         self._registration = registration
         if self._paused:
             self._renewed_at, self._paused = time.monotonic(), False
             self._changed.set()
 
     def pause(self) -> None:
-        """Take the registration out until ``change``."""
+        """Remove the registration from the bootstrap server until ``change``; the thread does it soon."""
         self._paused = True
         self._changed.set()
 
     def withdraw(self) -> None:
-        """Renew no more and take the registration out."""
+        """Renew no more, and have the thread remove the registration from the bootstrap server for good."""
         self._withdraw = True
         self.stop()
 
     def stop(self) -> None:
-        """Renew no more; the lease runs out by itself."""
+        """Renew no more. The registration stays at the bootstrap server until its lease has run out."""
         self._ended.set()
         self._changed.set()
 
@@ -86,7 +88,9 @@ class LeaseKeeper:
         return not self._thread.is_alive()
 
     def lost(self, now: float) -> str | None:
-        """Return why decodes cannot find this instance at ``now`` (``time.monotonic()``); None with a valid lease."""
+        """Return why peers cannot find this instance at ``now`` (``time.monotonic()``); None with a valid lease or when
+        paused.
+        """
         if self._paused:
             return None
         late = now - self._renewed_at - self._registration.ttl
@@ -122,7 +126,10 @@ class LeaseKeeper:
         self._changed.clear()
 
     def _register(self, client: httpx.Client) -> tuple[int | None, str]:
-        """Ask for the lease. Return the answer's status (None for no answer), and what is wrong with it, or ""."""
+        """Send the registration to the bootstrap server, which grants or renews the lease.
+
+        Return the answer's HTTP status (None for no answer), and what is wrong, "" for nothing.
+        """
         asked_at, port = time.monotonic(), self._port()
         if port is None:
             return None, "this instance's bootstrap server has not started yet"

@@ -68,7 +68,7 @@ def decode_registration(body: bytes) -> Registration:
 
 
 def error_text(body: bytes, status: int) -> str:
-    """Return the reason in a bootstrap server's error answer, fit for a log line."""
+    """Return the reason in a bootstrap server's error answer, fit for a log line, or the HTTP status if it has none."""
     try:
         return shown(decode(_ERROR, body, MAX_REGISTRATION_BYTES).error)
     except UndeclaredMessage:

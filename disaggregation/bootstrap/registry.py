@@ -32,9 +32,9 @@ class Registry:
         self._retired: deque[str] = deque(maxlen=MAX_RETIRED)
 
     def register(self, registration: Registration) -> None:
-        """Make ``registration`` the current one, or renew its lease.
+        """Make ``registration`` the current one, in place of any other epoch's, or renew its lease.
 
-        Raises ``RegistrationConflict`` for an epoch that is over.
+        Raises ``RegistrationConflict`` for an epoch that has withdrawn or was replaced.
         """
         if registration.epoch in self._retired:
             raise RegistrationConflict(f"epoch {registration.epoch} has withdrawn or was replaced by a newer instance")
@@ -57,9 +57,10 @@ class Registry:
         return self._registration
 
     def withdraw(self, epoch: str, *, for_now: bool = False) -> None:
-        """Take the registration of ``epoch`` out; raises ``RegistrationConflict`` where it is not the current one.
+        """Remove the registration of ``epoch``. Do nothing if that was done before.
 
-        Withdrawing twice is fine. ``for_now``: it may register again.
+        ``for_now``: whether the same epoch may register again. Raises ``RegistrationConflict`` if it is not the current
+        one.
         """
         if epoch in self._retired or (for_now and epoch == self._away):
             return

@@ -49,9 +49,9 @@ RETRY_AFTER = {"Retry-After": "1"}
 
 
 def make_app(registry: Registry, secret: str) -> Starlette:
-    """Make the server for ``registry``.
+    """Make the web application that serves ``registry``.
 
-    The instance's own processes show ``secret``, which must not be empty.
+    The instance's own processes show ``secret``, which must not be empty, to register or withdraw.
     """
     assert secret
     expected = f"Bearer {secret}".encode()
@@ -122,7 +122,7 @@ def _unauthorized() -> Response:
 
 
 async def serve(app: Starlette, sock: socket.socket, on_started: Callable[[], None]) -> None:
-    """Answer on ``sock`` until ``STOP``; ``on_started`` is called once it does."""
+    """Serve ``app`` on ``sock`` until the signal ``STOP``; call ``on_started`` once it accepts requests."""
     config = uvicorn.Config(
         app,
         http=bounded_protocol(),
@@ -140,7 +140,7 @@ async def serve(app: Starlette, sock: socket.socket, on_started: Callable[[], No
 
 
 def main() -> None:
-    """Run as a child of the supervisor."""
+    """Run the bootstrap server, as a child process of the supervisor, until it is stopped."""
     ctx = start_child(sys.argv, ChildOptions)
     options = ctx.options
     port = options.own_bootstrap_port

@@ -31,12 +31,12 @@ class IncomingPrompts:
         """Number of prompts that were computed here because their hand-over failed after the first token."""
 
     def on_allocated(self, receiver: KVReceiver) -> None:
-        """Count what the prefix cache had of the prompt, once for each request."""
+        """Count how much of the prompt was found in the prefix cache, when the request gets its first memory."""
         if not receiver.allocated_at:
             self._scheduler.planner.count_lookup(receiver.req)
 
     def take_first_token(self, receiver: KVReceiver, msg: FirstToken, now: float) -> str | None:
-        """Send the first token to the client, or return why it is invalid."""
+        """Send the first token, which the prefill has computed, to the client. Return why it is invalid, or None."""
         req = receiver.req
         problem = first_token_problem(msg, req, self._scheduler.worker.vocab_size)
         if problem is not None:
@@ -67,7 +67,9 @@ class IncomingPrompts:
         self._scheduler.peer_requests.start_landed(req, now)
 
     def lost(self, receiver: KVReceiver, status: int, reason: str, now: float) -> None:
-        """Compute the prompt here after its first token; before it, fail the request."""
+        """Compute the prompt here if its first token was sent to the client. Otherwise fail the request with
+        ``status``.
+        """
         req = receiver.req
         if receiver.awaits_first_token:
             self._scheduler.fail(req, status, reason, "transfer_error")
@@ -78,7 +80,7 @@ class IncomingPrompts:
 
 
 def is_sound(score: TokenLogprob, vocab_size: int) -> bool:
-    """Return whether all token ids are in the vocabulary and all logprobs are numbers below ``ROUNDING``."""
+    """Return whether all token ids are in the vocabulary and all logprobs are None or numbers below ``ROUNDING``."""
     pairs = [(score.token_id, score.logprob), *score.top]
     return all(0 <= token < vocab_size and (p is None or p < ROUNDING) for token, p in pairs)
 
@@ -97,9 +99,10 @@ def first_token_problem(msg: FirstToken, req: Req, vocab_size: int) -> str | Non
 
 
 def set_timing(receiver: KVReceiver, there: Timing, verified: float) -> None:
-    """Record the prefill's timing (``there``) in the request: with the first token, and again when the KV is here.
+    """Record the prefill's timing, ``there``, in the request. Called with the first token, and again when the KV has
+    arrived.
 
-    ``verified`` is the time of the KV check, or the arrival time until the KV is checked.
+    ``verified``: time of the KV check or, before it, the arrival of the request.
     """
     timing = receiver.req.timing
     timing.transfer_bytes = there.transfer_bytes
@@ -107,9 +110,10 @@ def set_timing(receiver: KVReceiver, there: Timing, verified: float) -> None:
 
 
 def timeline(receiver: KVReceiver, there: Timeline, verified: float) -> Timeline:
-    """Return the request's timeline: the steps here, then the prefill's own (``there``), in ms since the arrival here.
+    """Return the timeline of a hand-over, in milliseconds since the request's arrival on this instance.
 
-    ``verified``: see ``set_timing``.
+    ``there``: the prefill's own part of it, from the time at which it was asked for the KV. ``verified``: time of the
+    KV check or, before it, the arrival of the request.
     """
     arrival = receiver.req.times.arrival
     asked = (receiver.requested_at - arrival) * 1000

@@ -30,14 +30,18 @@ class KVDirections:
         self._to_worker = to_worker
 
     def want(self, peer: Peer, now: float) -> None:
-        """Begin to open the direction in which the peer sends KV here."""
+        """Have the direction opened in which the peer sends KV here; ``advance`` takes the steps.
+
+        Do nothing if it is open or being opened.
+        """
         if peer.reading is Reading.CLOSED:
             peer.reading, peer.wanted_at = Reading.WANTED, now
 
     def advance(self, peer: Peer, now: float, *, is_last_down: bool) -> str | None:
-        """Take the next step in opening the wanted directions. Return why the peer is gone, if a time limit is over.
+        """Take the next step in opening the directions that are wanted, if one can be taken now.
 
-        ``is_last_down``: whether the last link to the instance is down. Before that nothing is opened.
+        Return why the peer is to be given up if a time limit is over, otherwise None. ``is_last_down``: whether the
+        previous link to the instance is down. Before that nothing is opened.
         """
         if peer.state is not PeerState.OPEN:
             return None
@@ -66,21 +70,25 @@ class KVDirections:
         self._to_worker(command)
 
     def on_admitted(self, peer: Peer) -> bool:
-        """Note that the worker lets the peer in. Return whether there is a next step to take now."""
+        """Note that the worker accepts writes of the peer. Return whether ``advance`` can take a step now."""
         if peer.reading is not Reading.ADMITTING:
             return False
         peer.reading = Reading.ADMITTED
         return True
 
     def on_connected(self, peer: Peer) -> None:
-        """Note that the worker has connected to the peer's pools."""
+        """Note that the worker has connected to the peer's pools, and tell the peer, which may now ask for KV."""
         if peer.writing is Writing.CONNECTING:
             peer.writing = Writing.READY
             self._welcome(peer)
             log.info("KV can be sent to instance %s", shown(peer.epoch))
 
     def on_message(self, peer: Peer, message: Invite | Welcome) -> bool:
-        """Take the peer's part in opening a direction. Return whether there is a next step to take now."""
+        """Handle the peer's message about opening a direction. Return whether ``advance`` can take a step now.
+
+        An ``Invite`` asks this instance to connect to the peer's pools. A ``Welcome`` says that the peer has connected
+        to this instance's.
+        """
         if isinstance(message, Invite) and peer.writing is Writing.CLOSED:
             peer.writing, peer.invitation = Writing.WANTED, message.metadata
             return True

@@ -107,7 +107,7 @@ class KVManager:
 
     @property
     def may_resize(self) -> bool:
-        """Return whether the transfer backend allows that memory of the KV pool is given back while peers are there."""
+        """Whether the transfer backend allows that memory of the KV pool is given back while peers are connected."""
         return not BACKENDS[self._options.disaggregation_transfer_backend].pins_pool
 
     def warning(self, now: float) -> str | None:
@@ -115,7 +115,7 @@ class KVManager:
         return self.receivers.warning(now)
 
     def add(self, req: Req, where: Bootstrap, now: float) -> None:
-        """Open a hand-over for a request with its prefill and decode on two instances."""
+        """Open a hand-over for a request with its prefill and decode on two instances, on the side of its route."""
         if req.route is Route.OUTGOING:
             self.senders.add(req, where.room, now)
         else:
@@ -130,7 +130,7 @@ class KVManager:
         self.receivers.cancel(req, reason)
 
     def migrate(self, ask: MigrateReq, now: float) -> None:
-        """Start to migrate request ``ask.rid`` to the instance at bootstrap address ``ask.host:ask.port``.
+        """Begin to migrate request ``ask.rid`` to the instance at bootstrap address ``ask.host:ask.port``.
 
         The outbox gets the answer when the migration has succeeded or failed. A failure is answered with 409.
         """
@@ -183,7 +183,7 @@ class KVManager:
         return self.moves_out.rooms if self.moves_out.rooms.knows(handover) else self.senders.pushes
 
     def poll(self, now: float) -> None:
-        """Run one tick: read messages of peers, advance rooms and enforce deadlines."""
+        """Run one tick: read messages of peers, advance hand-overs and migrations, and enforce deadlines."""
         self._now = now
         for host, port, answer in self._network.take_found():
             self._peers.on_found(host, port, answer, now)

@@ -20,13 +20,19 @@ class KVConsumer(Protocol):
     """The use of KV that arrives: a prompt to be continued here, or a request that migrates here."""
 
     def on_allocated(self, receiver: KVReceiver) -> None:
-        """Note that a room has got its memory. A room that gave its memory back gets it again."""
+        """Note that a hand-over has got memory for its KV. It may happen again, after it gave its memory back."""
 
     def landed(self, receiver: KVReceiver, there: Timing, now: float) -> None:
-        """Continue the room's request: its KV has arrived and is verified. ``there``: times at the other instance."""
+        """Continue the hand-over's request: its KV has arrived and is verified.
+
+        ``there``: where the other instance has spent its time.
+        """
 
     def lost(self, receiver: KVReceiver, status: int, reason: str, now: float) -> None:
-        """Give the room's request up, or compute its prompt here: its KV will not come, for ``reason``."""
+        """Give the hand-over's request up, or compute its prompt here: its KV will not come, for ``reason``.
+
+        ``status``: HTTP status of an error to the client.
+        """
 
 
 class ReceiverState(Enum):
@@ -120,28 +126,31 @@ class KVReceiver:
 
     @property
     def knows_what_to_ask(self) -> bool:
-        """Whether two things are settled: the instance that computes the prompt, and what our own store supplies."""
+        """Whether the prefill can be asked for the KV: it is to compute the prompt, and what our store supplies is
+        known.
+        """
         return self.decided and self.store is StoreStage.OVER
 
     def advances(self, pages: int, size: int) -> bool:
-        """Record that ``pages`` pages are computed or landed, and return whether that is progress.
+        """Record the prefill's report that ``pages`` pages are computed or landed, and return whether it is progress.
 
-        The count is capped at what the hand-over has, so a peer cannot report progress for ever.
+        ``size``: tokens of a page. The count is capped at what the hand-over has, so a peer cannot report progress for
+        ever.
         """
         total = -(-self.length // size) + sum(len(numbers) // 4 for numbers in self.pages)
         before, self.progress = self.progress, max(self.progress, min(pages, total))
         return self.progress > before
 
     def whole_pages(self, size: int) -> tuple[int, I32]:
-        """Return the index of the first received page within the request, and the full received pages.
+        """Return the index of the first received page within the request, and the received pages that are full.
 
-        Only the first group's pages are returned.
+        They are pages of the first group only. ``size``: tokens of a page.
         """
         first = self.prefix_len // size
         return first, unpack_i32(self.pages[0])[: self.length // size - first]
 
     def info(self, now: float) -> dict[str, Any]:
-        """Return this room's entry for ``/transfers``."""
+        """Return this hand-over's entry for ``/transfers``, JSON-ready."""
         return {
             "direction": "receiving",
             "room": self.handover.room,
@@ -155,7 +164,7 @@ class KVReceiver:
 
 
 def too_late(receiver: KVReceiver, limits: HandoverLimits) -> str:
-    """Return the error message for a client after its hand-over timed out: which step, and after how long."""
+    """Return the client's error message for a hand-over that exceeded a time limit: what it waited for, how long."""
     where = receiver.req.msg.bootstrap
     if receiver.state is ReceiverState.LINKING:
         name = f"behind {where.host}:{where.port}" if where is not None else receiver.peer.epoch
@@ -167,5 +176,5 @@ def too_late(receiver: KVReceiver, limits: HandoverLimits) -> str:
 
 
 def why(peer: Peer) -> str:
-    """Return the error message for a client when the prefill instance is gone."""
+    """Return the client's error message for a hand-over with a prefill instance that is gone."""
     return f"the prefill instance can't be used: {peer.reason}"

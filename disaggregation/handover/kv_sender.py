@@ -128,17 +128,22 @@ class KVSender:
         return self.transfer is not None and self.transfer.computed
 
     def is_of_another(self, handover: HandoverId) -> bool:
-        """Return whether the room belongs to another decode or attempt than ``handover``."""
+        """Return whether the room belongs to another attempt, of the same decode or of another one, than ``handover``.
+
+        Return False for a room that no decode has asked for.
+        """
         return self.decode is not None and self.decode.handover != handover
 
     def assign(self, peer: Peer, handover: HandoverId) -> None:
-        """Assign the room to the attempt ``handover``, if it belongs to none. ``peer`` has sent a message about it."""
+        """Assign the room to the decode's attempt ``handover`` if it belongs to none, and record that ``peer`` speaks
+        for it.
+        """
         if self.decode is None:
             self.decode = DecodeSide(peer, handover)
         self.decode.peer = peer
 
     def info(self, now: float) -> dict[str, Any]:
-        """Return this room's entry for ``/transfers``."""
+        """Return this hand-over's entry for ``/transfers``, JSON-ready."""
         return {
             "direction": "sending",
             "room": self.room,
@@ -152,7 +157,10 @@ class KVSender:
 
 
 def mismatch(req: Req, request: TransferRequest, run: PageRun, page_size: int) -> str | None:
-    """Return why the decode's request does not fit the client's, or None. ``run``: pages that are to be sent."""
+    """Return why the decode's request for the KV does not fit the client's request here, or None if it does.
+
+    ``run``: pages that are to be sent.
+    """
     if request.prompt_len != req.prompt_len or request.prompt_digest != digest_of(req, req.prompt_len):
         return f"bootstrap_room {request.handover.room} means another prompt on the decode instance"
     offered = [len(pages) // 4 for pages in request.dst_pages]
@@ -168,22 +176,26 @@ def _counts_text(counts: list[int]) -> str:
 
 
 def delivered_pages(layout: KVLayout, run: PageRun, nbytes: int) -> int:
-    """Return about how many of the pages of ``run``, of all groups, have landed with ``nbytes`` bytes."""
+    """Estimate how many of the pages of ``run``, of all groups, have arrived if ``nbytes`` bytes have."""
     total = sum(count * group.page_bytes for count, group in zip(run.counts, layout.groups, strict=True))
     return sum(run.counts) * nbytes // max(1, total)
 
 
 def timeline_of(req: Req, sent: SendEnded | None, begun: float) -> Timeline:
-    """Return the timeline in milliseconds since ``begun``. Without ``sent``, the times of the transfer are 0."""
+    """Return the prefill's part of the hand-over's timeline, in milliseconds since ``begun``.
+
+    ``sent``: the finished transfer; without it, the times of the transfer are 0.
+    """
     points = (req.times.admitted, req.times.first_token, *((sent.began, sent.ended) if sent else (begun, begun)))
     queue, prefill, first, last = (max(0.0, (when - begun) * 1000) for when in points)
     return Timeline(queue=queue, prefill=prefill, first_byte=first, last_byte=last)
 
 
 def timing_for_decode(req: Req, sent: SendEnded | None, now: float) -> Timing:
-    """Return the breakdown of the time spent on this instance.
+    """Return where this instance has spent its time on the request, in milliseconds, for the decode.
 
-    The decode counts its own waiting, so queueing counts from the decode's request on.
+    The decode counts its own waiting, so queueing counts only from the time at which the decode asked for the KV.
+    ``sent``: the finished transfer, None before.
     """
     begun, phases = max(req.times.arrival, req.times.ready), req.phases
     phases.upto(now)

@@ -19,12 +19,16 @@ class HandoverLimits(NamedTuple):
 
     @property
     def piece(self) -> float:
-        """Seconds from one chunk of a prompt to the next. Other requests may overtake it before each chunk."""
+        """Time limit in seconds from one chunk of a prompt to the next. Other requests may overtake it before each
+        chunk.
+        """
         return max(self.queue, self.transfer)
 
     @property
     def landing(self) -> float:
-        """Seconds that a receiver waits for progress. Longer than the sender's limits: the sender gives reasons."""
+        """Time limit in seconds of a receiver for progress. The sender's limits are shorter, so it can give the reason
+        first.
+        """
         return self.queue + self.transfer
 
     @staticmethod

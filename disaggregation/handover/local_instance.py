@@ -11,7 +11,7 @@ from ...messages.worker import KVGroup, KVLayout, WorkerReady
 
 
 def digest(metadata: bytes) -> str:
-    """Return a hash that identifies ``metadata`` without revealing it."""
+    """Return the SHA-256 of ``metadata`` in hexadecimal, which identifies it without revealing it."""
     return sha256(metadata).hexdigest()
 
 
@@ -23,7 +23,10 @@ class LocalInstance(NamedTuple):
     backend: str
 
     def hello(self, peer: str, link: int, *, dialling: bool) -> Hello:
-        """Return the Hello to ``peer`` for the link with number ``link``."""
+        """Make the Hello to the instance with the epoch ``peer``, for the link with number ``link``.
+
+        It carries the transfer backend's metadata only if this instance dials.
+        """
         return Hello(
             epoch=peer,
             sender=self.epoch,
@@ -65,12 +68,12 @@ class LocalInstance(NamedTuple):
         return None
 
     def _two(self, hello: Hello, theirs: str, ours: str) -> str:
-        """Name both instances with their values, because clients of either may read the message."""
+        """Return a text that names both instances with their values, because clients of either may read the message."""
         return f"instances {hello.sender} ({theirs}) and {self.epoch} ({ours})"
 
 
 def _unlike(theirs: KVLayout, ours: KVLayout) -> tuple[str, str]:
-    """Return the differences between two layouts, as texts for each side."""
+    """Return the fields in which two layouts differ, as one text with the values of each side."""
     if len(theirs.groups) != len(ours.groups):
         return f"{len(theirs.groups)} groups of pages", f"{len(ours.groups)} groups of pages"
     values = [("page_size", theirs.page_size, ours.page_size)]

@@ -21,12 +21,12 @@ class Mailbox(Generic[T]):
         return self._event
 
     def put(self, value: T) -> None:
-        """Add a value and wake the loop."""
+        """Add a value, from any thread, and wake the loop that polls ``fileno``."""
         self._queue.put(value)
         os.eventfd_write(self._event, 1)
 
     def take_all(self) -> list[T]:
-        """Return all values that were put since the last call."""
+        """Remove and return all values that were put since the last call; never wait."""
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:

@@ -51,7 +51,8 @@ class InstanceMembership:
         self._network.withdraw()
 
     def close(self, reason: str) -> None:
-        """Suspend the registration and disconnect all peers. New peers are turned away until ``open``.
+        """Suspend the registration and disconnect all peers. New peers are hung up on, without a message, until
+        ``open``.
 
         ``reason`` goes to the log and into errors of requests that need a peer. Data links may go down later.
         """

@@ -37,16 +37,20 @@ class Network:
         self._bootstrap_port: int | None = None
 
     def wake(self, poller: zmq.Poller) -> None:
-        """Register with ``poller``, so that it returns when an answer or control data has arrived."""
+        """Register the network's descriptors with ``poller``, so that it returns when an answer or a message has
+        arrived.
+        """
         for descriptor in (self._found.fileno(), self.port.fileno()):
             poller.register(descriptor, zmq.POLLIN)
 
     def find(self, host: str, port: int) -> None:
-        """Ask the bootstrap server at this address. ``take_found`` returns the answer."""
+        """Begin to ask the bootstrap server at this address for its registration. ``take_found`` returns the answer
+        later.
+        """
         self._finder.find(host, port)
 
     def take_found(self) -> list[tuple[str, int, Reached | str]]:
-        """Return the new answers of bootstrap servers: a registration, or why there is none."""
+        """Return new answers of bootstrap servers as (host, port, registration or why there is none). Never wait."""
         return self._found.take_all()
 
     @property
@@ -57,9 +61,9 @@ class Network:
         return self._bootstrap_port
 
     def register(self, registration: Registration) -> None:
-        """Register with this instance's own bootstrap server, or change the registration.
+        """Begin to register with this instance's own bootstrap server, or change the registration.
 
-        The registration is a lease that is renewed as long as this process lives.
+        The registration is a lease that a thread renews as long as this process lives.
         """
         if self._lease is not None:
             self._lease.change(registration)
@@ -69,16 +73,18 @@ class Network:
         self._lease.start()
 
     def pause(self) -> None:
-        """Suspend the registration: other instances don't find this one until it registers again."""
+        """Suspend the registration: other instances don't find this one until ``register`` is called again."""
         if self._lease is not None:
             self._lease.pause()
 
     def withdraw(self) -> None:
-        """Withdraw the registration: other instances don't find this one any more."""
+        """Withdraw the registration for good: other instances don't find this one any more."""
         if self._lease is not None:
             self._lease.withdraw()
             self._lease = None
 
     def lost(self, now: float) -> str | None:
-        """Return why other instances can't find this one. None if they can, or if it is not registered."""
+        """Return why other instances can't find this one at ``now``; None if they can, or if it is not registered or
+        paused.
+        """
         return self._lease.lost(now) if self._lease is not None else None

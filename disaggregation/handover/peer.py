@@ -113,17 +113,17 @@ class Peer:
 
     @property
     def readable(self) -> bool:
-        """Whether this instance can ask the peer for KV."""
+        """Whether this instance can ask the peer for KV: its worker has connected to this instance's pools."""
         return self.reading is Reading.READY and not self.gone
 
     @property
     def writable(self) -> bool:
-        """Whether this instance can send KV to the peer."""
+        """Whether this instance can send KV to the peer: this instance's worker has connected to the peer's pools."""
         return self.writing is Writing.READY and not self.gone
 
     @property
     def order(self) -> KVOrder | None:
-        """Layout order of the pages that come from this peer. None before its Hello."""
+        """Order of the bytes within the pages that come from this peer. None before its Hello."""
         return self.hello.layout.order if self.hello is not None else None
 
     def send(self, message: Message) -> None:
@@ -131,7 +131,7 @@ class Peer:
         self.unsent.append(message)
 
     def info(self) -> dict[str, Any]:
-        """Return the peer's entry for ``/server_info``."""
+        """Return the peer's entry for ``/server_info``, JSON-ready."""
         info: dict[str, Any] = {"epoch": self.epoch, "state": self.state.name.lower()}
         if self.host:
             info["bootstrap"] = f"{self.host}:{self.port}"

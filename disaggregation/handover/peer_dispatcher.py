@@ -26,7 +26,7 @@ class _Claimed(NamedTuple):
 
 
 def ignore(peer: Peer, message: Any, now: float) -> None:
-    """Handle a message that needs no reaction."""
+    """Do nothing: the message needs no reaction."""
 
 
 class PeerDispatcher:
@@ -47,7 +47,10 @@ class PeerDispatcher:
         on_down: Callable[[Peer], None] = lambda peer: None,
         too_long: TooLong | None = None,
     ) -> None:
-        """Add a side. ``claims`` tells whether a hand-over is the side's, for types that other sides take too."""
+        """Add a side: its handlers of messages, and callbacks for the end of peers and for messages that are too long.
+
+        ``claims`` tells whether a hand-over is the side's, for message types that other sides handle, too.
+        """
         for kind, handle in handlers.items():
             self._handlers.setdefault(kind, []).append(_Claimed(claims, handle))
         self._too_long.update(too_long or {})
@@ -66,7 +69,7 @@ class PeerDispatcher:
             on_gone(peer)
 
     def on_down(self, peer: Peer) -> None:
-        """Tell all sides that the link of a peer that is gone has ended: it can no longer write here."""
+        """Notify all sides that the data link of a peer that is gone has ended: it can no longer write here."""
         for on_down in self._down:
             on_down(peer)
 

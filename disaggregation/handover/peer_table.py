@@ -24,11 +24,11 @@ class PeerTable:
         return next((peer for peer in self.by_connection.values() if peer.epoch == epoch), None)
 
     def linked(self, number: int) -> list[Peer]:
-        """Return the connected peers with the link of this number: one, or none."""
+        """Return the connected peers with the worker's link of this number: a list of one, or none."""
         return [peer for peer in self.by_connection.values() if peer.number == number]
 
     def is_closing(self, epoch: str) -> bool:
-        """Return whether an earlier link to the instance is not down yet."""
+        """Return whether an earlier data link to the instance is not down yet, so that it may still write here."""
         return any(peer.epoch == epoch for peer in self.closing)
 
     def all(self) -> Iterable[Peer]:
@@ -41,7 +41,7 @@ class PeerTable:
             del self.by_address[address]
 
     def info(self) -> list[dict[str, Any]]:
-        """Return all peers for ``/server_info``, with gone ones until their link is down."""
+        """Return all peers for ``/server_info``, JSON-ready, with gone ones until their link is down."""
         return [peer.info() for peer in [*self.all(), *self.closing]]
 
     @property
@@ -51,7 +51,7 @@ class PeerTable:
 
     @property
     def active(self) -> bool:
-        """Whether any peer needs heartbeats."""
+        """Whether there is any peer, searched for or connected, that needs heartbeats or an answer."""
         return bool(self.by_connection or self.by_address)
 
     @property

@@ -68,16 +68,16 @@ class PeerOwner(Protocol):
     """Callbacks for the messages of hand-overs and for the end of peers."""
 
     def on_message(self, peer: Peer, message: Any, now: float) -> None:
-        """Handle a message of a hand-over. The peer is known to be allowed to send it."""
+        """Handle a message of a hand-over or migration. The peer is known to be allowed to send it."""
 
     def on_gone(self, peer: Peer) -> None:
-        """Handle the end of a peer, which may still write here."""
+        """Handle the end of a peer. Its worker may still write here, until ``on_down``."""
 
     def on_down(self, peer: Peer) -> None:
-        """Handle the end of a gone peer's link: it can't write here any more."""
+        """Handle the end of a gone peer's data link: it can't write here any more."""
 
     def on_too_long(self, peer: Peer, message: Message) -> None:
-        """Handle a message that was not sent because it exceeds the peer's frame limit."""
+        """Handle a message to ``peer`` that was not sent because it exceeds the peer's frame limit."""
 
 
 class Peers:
@@ -113,7 +113,8 @@ class Peers:
         """Why new peers are turned away. None while they are accepted."""
 
     def peer_at(self, host: str, port: int, now: float, *, want: bool = True) -> Peer:
-        """Return the peer behind a bootstrap address. An unknown address gets a new peer, and is looked up.
+        """Return the peer behind a bootstrap address, in any state. For an unknown address, make a peer and begin to
+        look it up.
 
         ``want``: open the direction in which the peer sends KV here. Without it the peer only exchanges messages.
         """
@@ -127,17 +128,23 @@ class Peers:
         return peer
 
     def close(self, reason: str) -> None:
-        """Disconnect all peers, and turn new ones away as long as ``closed`` is set."""
+        """Disconnect all peers. New ones are hung up on, without a message, until ``closed`` is None again.
+
+        ``reason`` is logged, and is the error of requests that need one of the peers.
+        """
         self.closed = reason
         for peer in list(self.table.all()):
             self._gone(peer, f"this instance parts from all others: {reason}")
 
     def want(self, peer: Peer, now: float) -> None:
-        """Begin to open the direction in which the peer sends KV here."""
+        """Have the direction opened in which the peer sends KV here, unless it is open; that takes some ticks."""
         self._directions.want(peer, now)
 
     def on_found(self, host: str, port: int, answer: Reached | str, now: float) -> None:
-        """Dial the instance that a bootstrap server has named. A ``str`` answer says why there is no registration."""
+        """Dial the instance that a bootstrap server has named, or use the peer that is connected to it already.
+
+        If ``answer`` is a text, which says why there is no registration, the peer is gone.
+        """
         peer = self.table.by_address.get((host, port))
         if peer is None or peer.state is not PeerState.FINDING:
             return
@@ -182,12 +189,12 @@ class Peers:
                 peer.send(Heartbeat(peer.epoch))
 
     def flush(self) -> None:
-        """Send the messages that this tick has queued."""
+        """Send the messages for peers that this tick has queued."""
         for peer in self.table.by_connection.values():
             self._flush(peer)
 
     def on_event(self, event: PeerEvent, now: float) -> None:
-        """Take a link event from the worker."""
+        """Handle the worker's report on a data link: take the next step in opening it, or end its peer."""
         if isinstance(event, PeerLinkDown):
             self._on_link_down(event)
             return
@@ -202,7 +209,7 @@ class Peers:
 
     @property
     def refused(self) -> int:
-        """Frames, messages and Hellos refused since the start."""
+        """Number of frames, messages and Hellos refused since the start."""
         return self._refusals.total
 
     # --- connecting and greeting ---
@@ -217,7 +224,7 @@ class Peers:
         self._join(peer, identity, dialling=True)
 
     def _join(self, peer: Peer, identity: int, *, dialling: bool) -> None:
-        """Assign the connection ``identity`` to ``peer``, and queue our Hello."""
+        """Assign the connection ``identity`` to ``peer``, and queue our Hello as its first message."""
         peer.connection = identity
         self.table.by_connection[identity] = peer
         peer.unsent = [self._local.hello(peer.epoch, peer.number, dialling=dialling)]
@@ -275,13 +282,15 @@ class Peers:
         self._accept(peer, identity, hello, now)
 
     def _accept(self, peer: Peer, identity: int, hello: Hello, now: float) -> None:
-        """Open ``peer`` on a connection that it has made."""
+        """Open ``peer`` on a connection that it has made, and queue our Hello in answer to its ``hello``."""
         self._port.keep(identity)
         self._join(peer, identity, dialling=False)
         self._open(peer, hello, now)
 
     def _answered(self, peer: Peer, hello: Hello, problem: str | None, now: float) -> None:
-        """Handle a Hello on a connection that has a peer: open it, or end it if the Hello is wrong."""
+        """Handle a Hello on the connection of ``peer``: open it, or end it if the Hello is wrong for reason
+        ``problem``.
+        """
         if peer.state is PeerState.OPEN:
             self._gone(peer, "it said Hello twice by one connection")
         elif problem is None and hello.sender != peer.epoch:
@@ -340,9 +349,9 @@ class Peers:
     # --- the end ---
 
     def _on_link_down(self, event: PeerLinkDown) -> None:
-        """End the peer of a link that is down: the peer can't write here any more.
+        """End the peer of a data link that is down, on our request or by itself.
 
-        The link went down on our request or by itself.
+        If the peer is gone already, its pages are safe now: it can't write here any more.
         """
         for peer in self.table.linked(event.link):
             peer.down = True

@@ -94,7 +94,10 @@ class PlacementPolicy:
         self._prefills: dict[str, _Prefill] = {}
 
     def is_short(self, req: Req) -> bool:
-        """Return whether so little of the prompt is uncached that no other instance is asked."""
+        """Return whether so little of the prompt is uncached that it is computed here, without asking the prefill.
+
+        The decision is counted, unless the prefill's forecast is still to decide.
+        """
         here = self._least > 0 and self._estimator.uncached(req) < self._least
         if here or not self.asks:
             (self.here if here else self.there).prompts += 1
@@ -108,10 +111,10 @@ class PlacementPolicy:
         return req.prompt_len < self._least
 
     def is_here(self, req: Req, prefill: str, there_ms: float, computed: int, pages: int, now: float) -> bool:
-        """Return whether to compute the prompt here, and record the estimate in the request.
+        """Decide whether to compute the prompt here, count the decision, and record the estimate in the request.
 
-        ``prefill`` is the epoch of the prefill, which forecasts ``there_ms`` and would send ``pages`` pages.
-        ``computed`` tokens of the prompt are cached here.
+        ``prefill``: epoch of the prefill, which forecasts ``there_ms`` milliseconds to the first token and would send
+        ``pages`` pages. ``computed`` tokens of the prompt are cached here.
         """
         here_ms = self._estimator.first_token_ms(req, req.prompt_len - computed, now)
         here, there = self._own.at(here_ms, now), self._learned(prefill).first_token.at(there_ms, now)
@@ -122,10 +125,10 @@ class PlacementPolicy:
         return is_here
 
     def prospects(self, req: Req, prefill: str, there_ms: float | None, now: float) -> Prospects:
-        """Return the estimates of ``is_here`` for any number of tokens and pages.
+        """Return the estimates that ``is_here`` compares, for any number of tokens and pages. Decide nothing.
 
-        ``there_ms`` None means that the prefill computes the prompt in any case. Its time then counts as 0 and the time
-        here as infinite.
+        ``there_ms``: the prefill's forecast in milliseconds. None means that the prefill computes the prompt in any
+        case. Its time then counts as 0 and the time here as infinite.
         """
         learned = self._learned(prefill)
         lag = partial(learned.lag.at, now=now)
@@ -135,7 +138,7 @@ class PlacementPolicy:
         return Prospects(here, learned.first_token.at(there_ms, now), lag)
 
     def on_first_token(self, req: Req, now: float) -> None:
-        """Learn from the actual time to a request's first token."""
+        """Learn from the actual time to a request's first token, if it was placed by an estimate."""
         estimate, req.first_token_estimate = req.first_token_estimate, None
         if estimate is None:
             return
@@ -154,7 +157,7 @@ class PlacementPolicy:
             self._line_of(estimate).learn(estimate.raw_ms, ms, now)
 
     def learn_lag(self, prefill: str, pages: int, seconds: float, now: float) -> None:
-        """Learn the time from a prompt's first token to the arrival of its KV."""
+        """Learn that the KV of ``pages`` pages arrived ``seconds`` after the first token of its prompt."""
         self._learned(prefill).lag.learn(pages, seconds * 1000, now)
 
     def info(self) -> dict[str, Any]:

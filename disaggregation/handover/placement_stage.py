@@ -48,7 +48,10 @@ class PlacementStage:
             receiver.there_ms = msg.ms
 
     def decide(self, receiver: KVReceiver, now: float) -> None:
-        """Decide which instance computes the prompt, once it is known what this instance's store supplies."""
+        """Decide which instance computes the prompt, once the prefill's forecast and the store's answer are known.
+
+        The first call asks for both. If it is computed here, begin, and notify the prefill.
+        """
         if receiver.store is StoreStage.NEW:
             self.store_first.look(receiver, now)
             if not receiver.decided and receiver.there_ms is None:
@@ -65,7 +68,10 @@ class PlacementStage:
             self.tell_declined(receiver, now)
 
     def compute_here(self, receiver: KVReceiver, now: float) -> None:
-        """Compute the prompt here. Its KV has not been asked for, and no peer may write to its memory."""
+        """Compute the prompt here: in the memory taken for its KV, or by queueing it if it has none.
+
+        Its KV must not have been asked for, so that no peer may write to the memory.
+        """
         receiver.state, receiver.decided = ReceiverState.DECLINED, True
         receiver.deadline = now + self._limits.bootstrap
         if receiver.memory is None:
@@ -77,9 +83,10 @@ class PlacementStage:
         self._scheduler.peer_requests.compute_here(receiver.req, now)
 
     def tell_declined(self, receiver: KVReceiver, now: float) -> None:
-        """Notify the prefill that the prompt is computed here, then close the room.
+        """Notify the prefill that the prompt is computed here, and close the room.
 
-        A prefill that can't be reached has a time limit of its own.
+        If the prefill is not connected, wait for it or dial it once more. If it can't be reached, it has a time limit
+        of its own.
         """
         if receiver.peer.same_as is not None:
             receiver.peer = receiver.peer.same_as

@@ -24,9 +24,9 @@ class PrefillEstimates:
         """Load that may still come: prompts with a forecast and without a decision of their decode."""
 
     def tell(self, sender: KVSender, now: float) -> None:
-        """Send the forecast for ``sender``'s room, if its decode has asked and the client's request is here.
+        """Send the room's forecast to its decode, if the decode has asked for it and the client's request is here.
 
-        Nothing is sent while the store is being probed.
+        Nothing is sent while the store is being asked. The forecast is the time to the first token in milliseconds.
         """
         req, decode = sender.req, sender.decode
         if not sender.asks or req is None or decode is None or req.is_ended:
@@ -52,7 +52,8 @@ class PrefillEstimates:
     def _looks(self, sender: KVSender, req: Req, known: int, ms: float, now: float) -> bool:
         """Return whether to wait for the store's answer, and ask the store if that was not done yet.
 
-        There is no waiting if the prompt, which takes ``ms`` without the store, could be computed meanwhile.
+        ``known``: cached tokens. There is no waiting if the prompt, which takes ``ms`` milliseconds without the store,
+        could be computed meanwhile.
         """
         if not sender.looked:
             sender.looked = True
@@ -60,12 +61,12 @@ class PrefillEstimates:
         return self._tiers.store.index.is_looking(req.rid, now) and self._tiers.store.fetch_ms(0, now) < ms
 
     def _brought(self, req: Req, now: float) -> tuple[int, float]:
-        """Return the number of tokens that the store will supply, and the milliseconds of waiting for them."""
+        """Return how many tokens the store is expected to supply, and the milliseconds of waiting for them."""
         return self._tiers.store.estimate_fetch(
             req.rid, now, lambda tokens: self._estimator.compute_ms(req, tokens) / 1000
         )
 
     def is_decided(self, sender: KVSender) -> None:
-        """Drop the expected load of a room: its decode has decided, or the room has ended."""
+        """Deduct the room's load from what is expected to come: its decode has decided, or the room has ended."""
         self.expected -= sender.expected_load
         sender.expected_load = NOTHING

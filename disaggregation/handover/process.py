@@ -19,7 +19,7 @@ from .network import Network
 
 
 def main() -> None:
-    """Run the scheduler process until it ends."""
+    """Run the scheduler process of an instance that takes part in hand-overs, until it ends."""
     ctx = start_child(sys.argv, SchedulerOptions)
     return_freed_memory()
 

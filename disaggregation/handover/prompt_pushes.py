@@ -31,7 +31,11 @@ class PromptPushes:
         self.push_seconds = 0.0
 
     def take_computed_pages(self, req: Req) -> SendPages | None:
-        """Return the pages to push after the step that is about to be sent to the worker, or None."""
+        """Return the pages that the step about to be sent completes, for the worker to push after it; None if there are
+        none.
+
+        The request's memory is pinned from then on.
+        """
         sender = self._rooms.of(req)
         if sender is None or sender.transfer is None or sender.state is SenderState.DRAINING:
             return None
@@ -53,7 +57,10 @@ class PromptPushes:
         return SendPages(transfer.decode.handover, [pack_i32(pages) for pages in src], dst, last, request.checksum)
 
     def on_prompt_computed(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
-        """Send the first token of a computed prompt to the decode, so that its client need not wait for the KV."""
+        """Send the first token of a computed prompt to the decode, so that its client need not wait for the KV.
+
+        If the decode has not asked for the KV yet, keep the token until then.
+        """
         sender = self._rooms.of(req)
         if sender is None or sender.state is SenderState.DRAINING:
             return
@@ -71,7 +78,7 @@ class PromptPushes:
         self._finish_if_whole(sender, transfer)
 
     def on_progress(self, event: SendProgress) -> None:
-        """Record that more bytes of a hand-over have landed at the decode."""
+        """Record that more bytes of a hand-over have landed at the decode, and restart its time limit."""
         sender = self._rooms.by_number.get(event.handover.room)
         if sender is None or sender.transfer is None or sender.state is not SenderState.PUSHING:
             return
@@ -95,7 +102,10 @@ class PromptPushes:
         peer.send(Progress(peer.epoch, transfer.decode.handover, pages))
 
     def on_send_ended(self, event: SendEnded) -> None:
-        """Release the pages of a hand-over, which the worker will not touch again."""
+        """Unpin the memory of a push that the worker has ended. If it failed or was cancelled, the hand-over ends.
+
+        Otherwise it is complete as soon as the first token was sent, too.
+        """
         sender = self._rooms.by_number.get(event.handover.room)
         if sender is None or sender.transfer is None or sender.transfer.decode.handover != event.handover:
             return

@@ -34,7 +34,7 @@ class ReceiverQueue:
         """Number of times a room gave its memory back because its prefill had not begun."""
 
     def add(self, receiver: KVReceiver, now: float) -> None:
-        """Queue a room with a connected peer."""
+        """Queue a room with a connected peer for memory, and tell the peer."""
         receiver.queued_at = now
         self._enter(receiver, now)
         # If the prompt may be computed here, the cached prefix must leave at least one token to compute.
@@ -50,7 +50,9 @@ class ReceiverQueue:
         receiver.peer.send(RoomQueued(receiver.peer.epoch, receiver.handover))
 
     def take_memory(self, now: float) -> None:
-        """Grant memory to the rooms that may have it now."""
+        """Grant memory to the queued rooms in the order of claims, as far as it fits. They are PREALLOCATED from now
+        on.
+        """
         pinned = self._scheduler.memory.pinned
         granted = self._scheduler.planner.grant_incoming(now)
         queued = {receiver.req: receiver for receiver in self._rooms.in_state(ReceiverState.QUEUED)} if granted else {}
@@ -64,9 +66,9 @@ class ReceiverQueue:
             receiver.deadline = now + self._limits.landing
 
     def expect(self, receiver: KVReceiver, memory: ReceiverMemory) -> None:
-        """Allocate window pages for KV that is certain to come.
+        """Allocate window pages for a room with KV that is certain to come. Do nothing if that was done.
 
-        They may have been in use more recently than the room's other pages, so the fence is taken anew.
+        The pages may have been in use more recently than the room's other pages, so the fence is taken anew.
         """
         if not memory.expects:
             memory.expects = True
@@ -91,7 +93,10 @@ class ReceiverQueue:
                 receiver.peer.send(Withdraw(receiver.peer.epoch, receiver.handover))
 
     def on_withdrawn(self, peer: Peer, msg: Withdrawn, now: float) -> None:
-        """Queue the room again if its prefill has not begun. The prefill then waits for another request."""
+        """Free the room's memory and queue it again if its prefill has agreed. The prefill waits for another request.
+
+        If the prefill has begun, the room keeps its memory.
+        """
         receiver = self._rooms.known(peer, msg.handover)
         if receiver is None or receiver.memory is None or receiver.state is not ReceiverState.TRANSFERRING:
             return

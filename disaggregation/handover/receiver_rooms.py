@@ -36,7 +36,7 @@ class ReceiverRooms:
         self.failed = 0
 
     def draw_id(self, room: int) -> HandoverId:
-        """Return the id of a new attempt of a room."""
+        """Return a new hand-over id for a further attempt of the bootstrap room ``room``."""
         return HandoverId(self._epoch, room, next(self._attempts))
 
     # --- finding rooms ---
@@ -50,18 +50,18 @@ class ReceiverRooms:
         return [(r, r.memory) for r in self.in_state(ReceiverState.PREALLOCATED) if r.memory is not None]
 
     def of_peer(self, peer: Peer) -> list[KVReceiver]:
-        """Return the rooms with KV that comes from ``peer``."""
+        """Return the rooms with KV that comes from ``peer``, in any state."""
         return [receiver for receiver in self.by_number.values() if receiver.peer is peer]
 
     def of(self, req: Req) -> KVReceiver | None:
-        """Return the room of a request, or None."""
+        """Return the open room of a request, or None if it has none."""
         if req.msg.bootstrap is None:  # a migrating request names no room
             return next((receiver for receiver in self.by_number.values() if receiver.req is req), None)
         receiver = self.by_number.get(req.msg.bootstrap.room)
         return receiver if receiver is not None and receiver.req is req else None
 
     def known(self, peer: Peer, handover: HandoverId) -> KVReceiver | None:
-        """Return the room that a message of ``peer`` is about, or None if it is not open."""
+        """Return the open room that a message of ``peer`` is about; None if there is none for that attempt and peer."""
         receiver = self.by_number.get(handover.room)
         if receiver is None or receiver.handover != handover or receiver.peer is not peer:
             # Usually the answer to an abort of a room that had nothing to drain.
@@ -70,11 +70,11 @@ class ReceiverRooms:
         return receiver
 
     def pinned(self) -> list[KVHold]:
-        """Return memory that a prefill or this instance's worker may still write."""
+        """Return the holds of all rooms with memory: a prefill or this instance's worker may still write it."""
         return [r.memory.hold for r in self.by_number.values() if r.memory is not None]
 
     def warning(self, now: float) -> str | None:
-        """Return a warning about memory that a hanging peer still holds, or None."""
+        """Return a warning about memory of ended rooms that hanging peers have kept for long, or None."""
         stuck = [r for r in self.in_state(ReceiverState.DRAINING) if now - r.draining_since > STUCK_SECONDS]
         if not stuck:
             return None
@@ -88,7 +88,11 @@ class ReceiverRooms:
     # --- ending a room ---
 
     def let_go(self, receiver: KVReceiver, reason: str, now: float) -> None:
-        """End a room without its KV. The prefill is notified, and its pages are freed when nothing writes to them."""
+        """End a room without its KV, and tell the prefill. Its memory is freed at once if nothing can write to it.
+
+        Otherwise it is freed when the prefill has confirmed, or its link is down, and no check is under way. Do nothing
+        for a DRAINING or DECLINED room.
+        """
         peer, state = receiver.peer, receiver.state
         if state in (ReceiverState.DRAINING, ReceiverState.DECLINED):
             return
@@ -104,7 +108,7 @@ class ReceiverRooms:
             self.drained(receiver, now)
 
     def begin_draining(self, receiver: KVReceiver, now: float) -> None:
-        """Keep a room's memory until nothing writes to it."""
+        """Set a room to DRAINING: it has ended, and its memory is kept until nothing can write to it."""
         if receiver.state is not ReceiverState.DRAINING:
             receiver.state, receiver.draining_since = ReceiverState.DRAINING, now
 
@@ -117,14 +121,14 @@ class ReceiverRooms:
         self.close(receiver)
 
     def close(self, receiver: KVReceiver) -> None:
-        """Close a room: revoke the prefill's grant and unpin its memory."""
+        """Remove a room: revoke the prefill's grant and unpin the memory. Its request may still use that."""
         del self.by_number[receiver.handover.room]
         self.revoke(receiver)
         if receiver.memory is not None:
             self._scheduler.memory.pinned.unpin(receiver.memory.hold)
 
     def revoke(self, receiver: KVReceiver, *, are_checked: bool = False) -> None:
-        """Withdraw the prefill's permission to write the room's pages, if it has one.
+        """Have the worker end the prefill's permission to write the room's pages, if it has one.
 
         ``are_checked``: keep the checksums noted while pages arrived, because ``VerifyPages`` follows.
         """

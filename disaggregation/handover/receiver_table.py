@@ -129,7 +129,10 @@ class ReceiverTable:
         return self._prompts.recomputed
 
     def add(self, req: Req, where: Bootstrap, now: float) -> None:
-        """Open a room for a client's request, with a prompt that the prefill instance at ``where`` computes."""
+        """Open a room for a client's request, with a prompt that the prefill instance at ``where`` computes.
+
+        A short prompt is computed here at once. If the room is in use, fail the request with 400.
+        """
         if where.room in self.rooms:
             text = f"bootstrap_room {where.room} is in use; draw a fresh one for every request"
             self._scheduler.fail(req, 400, text, "invalid_request_error")
@@ -153,7 +156,11 @@ class ReceiverTable:
     def add_migrating(
         self, req: Req, peer: Peer, handover: HandoverId, length: int, consumer: KVConsumer, now: float
     ) -> None:
-        """Open a room for a request that ``peer`` offers, with the KV of its first ``length`` tokens."""
+        """Open a room for a request, or a finished request's KV, that ``peer`` offers, with its first ``length``
+        tokens.
+
+        ``consumer`` is told when the KV has arrived or will not come.
+        """
         self._rooms.by_number[handover.room] = KVReceiver(
             handover,
             req,
@@ -170,7 +177,7 @@ class ReceiverTable:
         )
 
     def advance(self, now: float) -> None:
-        """Advance every room that can advance, and fail those past their deadline."""
+        """Advance every room that can advance, grant and revoke memory, and fail rooms past their deadline."""
         self._now = now
         for receiver in list(self.rooms.values()):
             if receiver.state is ReceiverState.LINKING:
@@ -249,7 +256,7 @@ class ReceiverTable:
             receiver.deadline = now + self._limits.landing
 
     def on_first_token(self, peer: Peer, msg: FirstToken, now: float) -> None:
-        """Send the first token to the client. It arrives when the prompt is computed, before the KV."""
+        """Send the first token, which arrives before the KV, to the client. If it is invalid, fail the request."""
         receiver = self._rooms.known(peer, msg.handover)
         if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
             return
@@ -261,7 +268,10 @@ class ReceiverTable:
             self._fail(receiver, 502, problem)
 
     def on_done(self, peer: Peer, msg: TransferDone, now: float) -> None:
-        """Have the worker check that the landed pages are what the prefill sent."""
+        """Have the worker check that the arrived pages are what the prefill sent; ``on_verified`` gets the result.
+
+        The prefill writes no more, so the memory of a room that has ended is freed.
+        """
         receiver = self._rooms.known(peer, msg.handover)
         if receiver is None:
             return
@@ -279,7 +289,10 @@ class ReceiverTable:
             self._scheduler.outbox.to_transfer(check)
 
     def on_verified(self, event: PagesVerified, now: float) -> None:
-        """Take the worker's verdict on the landed pages; with KV debugging, compare their hashes as well."""
+        """Handle the worker's result of checking arrived pages: the request starts, or its hand-over fails.
+
+        With ``--kv-debug`` their hashes are compared first.
+        """
         receiver = self.rooms.get(event.handover.room)
         if receiver is None or receiver.handover != event.handover or receiver.check is None:
             return
@@ -292,7 +305,10 @@ class ReceiverTable:
         debug.landed(receiver.req, check.hold, first, pages, check.hashes, done)
 
     def _checked(self, receiver: KVReceiver, check: LandedCheck, problem: str, now: float) -> None:
-        """Start the request if its landed pages are good (``problem`` is empty), otherwise fail the room."""
+        """Start the request if its arrived pages are good (``problem`` is empty), otherwise fail the room.
+
+        A room that has ended meanwhile is closed.
+        """
         receiver.check = None
         if receiver.state is ReceiverState.DRAINING:
             self._rooms.drained(receiver, self._now)
@@ -308,7 +324,10 @@ class ReceiverTable:
             receiver.consumer.landed(receiver, check.there, now)
 
     def on_failed(self, peer: Peer, msg: TransferFailed, now: float) -> None:
-        """End a room that the prefill gave up. The prefill writes no more."""
+        """End a room that the prefill has given up, and free its memory: the prefill writes no more.
+
+        The request fails, or its prompt is computed here. It is aborted if its client has left.
+        """
         receiver = self._rooms.known(peer, msg.handover)
         if receiver is None or receiver.state is ReceiverState.DECLINED:
             return
@@ -341,7 +360,7 @@ class ReceiverTable:
     def on_gone(self, peer: Peer) -> None:
         """Fail the requests of a prefill that is gone, or compute their prompts here.
 
-        Pages that it may still write are freed by ``on_down``.
+        Pages that it may still write stay pinned until ``on_down``.
         """
         for receiver in self._rooms.of_peer(peer):
             if receiver.state in (ReceiverState.VERIFYING, ReceiverState.DECLINED):
@@ -353,21 +372,21 @@ class ReceiverTable:
                 self._rooms.drained(receiver, self._now)
 
     def on_down(self, peer: Peer) -> None:
-        """Free the pages of a gone prefill, which can't write here any more."""
+        """Free the memory of rooms that waited for the link of a gone prefill to end: it can't write here any more."""
         for receiver in self._rooms.of_peer(peer):
             if receiver.state is ReceiverState.DRAINING:
                 self._rooms.drained(receiver, self._now)
 
     def warning(self, now: float) -> str | None:
-        """Return a warning about memory that a hanging peer still holds, or None."""
+        """Return a warning about memory of ended rooms that hanging peers have kept for long, or None."""
         return self._rooms.warning(now)
 
     def info(self, now: float) -> list[dict[str, Any]]:
-        """Return the open rooms for ``/transfers``."""
+        """Return the open rooms for ``/transfers``, JSON-ready."""
         return [receiver.info(now) for receiver in self.rooms.values()]
 
     def pinned(self) -> list[KVHold]:
-        """Return memory that a prefill or this instance's worker may still write."""
+        """Return the holds of all rooms with memory: a prefill or this instance's worker may still write it."""
         return self._rooms.pinned()
 
     def _fail(self, receiver: KVReceiver, status: int, reason: str) -> None:
@@ -376,7 +395,10 @@ class ReceiverTable:
         self._rooms.let_go(receiver, reason, self._now)
 
     def _give_up(self, receiver: KVReceiver, status: int, reason: str) -> None:
-        """Handle KV that will not come."""
+        """Let the room's consumer fail the request or compute its prompt here, since its KV will not come.
+
+        Do nothing if the request has ended or is computed here already.
+        """
         req = receiver.req
         if req.is_ended or req.route is not Route.INCOMING:
             return

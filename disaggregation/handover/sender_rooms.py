@@ -50,54 +50,58 @@ class SenderRooms:
 
     @property
     def now(self) -> float:
-        """Time of the tick."""
+        """Time of the present tick (``time.monotonic()``)."""
         return self._now
 
     def set_time(self, now: float) -> None:
-        """Set the time of the tick."""
+        """Set the time of the present tick, from which time limits are counted."""
         self._now = now
 
     def open(self, room: int, now: float) -> KVSender:
-        """Open a room."""
+        """Open bootstrap room ``room``, with a time limit for the second of its two requests, and return it."""
         sender = self.by_number[room] = KVSender(room, now, now + self._limits.bootstrap)
         return sender
 
     def of(self, req: Req) -> KVSender | None:
-        """Return the room of a request, or None."""
+        """Return the open room of a request, or None if it has none."""
         if req.msg.bootstrap is None:
             return None
         sender = self.by_number.get(req.msg.bootstrap.room)
         return sender if sender is not None and sender.req is req else None
 
     def pinned(self) -> list[KVHold]:
-        """Return memory that the worker may still read."""
+        """Return the holds of memory that the worker may still read for transfers."""
         transfers = [sender.transfer for sender in self.by_number.values()]
         return [t.hold for t in transfers if t is not None and t.hold is not None]
 
     def is_over(self, handover: HandoverId) -> bool:
-        """Return whether a hand-over has ended or was refused here."""
+        """Return whether a hand-over has lately ended or was refused here, so that messages about it open no room."""
         return handover in self._over
 
     def note_over(self, handover: HandoverId) -> None:
-        """Remember a hand-over that has ended or is refused."""
+        """Remember that a hand-over has ended or is refused, and forget the oldest such one above ``MAX_OVER``."""
         self._over[handover] = None
         if len(self._over) > MAX_OVER:
             del self._over[next(iter(self._over))]
 
     def deny(self, peer: Peer, handover: HandoverId, status: int, reason: str) -> None:
-        """Notify a decode that its hand-over has failed."""
+        """Tell the decode ``peer`` that its hand-over has failed or is refused, and remember that. Change no room."""
         self.note_over(handover)
         peer.send(TransferFailed(peer.epoch, handover, status, shown(reason, REASON_CHARS)))
 
     def expire(self, now: float) -> None:
-        """Drop expired tombstones."""
+        """Drop the records of ended rooms that have lasted ``TOMBSTONE_SECONDS`` at ``now``."""
         for tombstones in (self.given_up, self.left, self.declined):
             tombstones.expire(now)
 
     # --- ending a room ---
 
     def drain(self, sender: KVSender, status: int, reason: str) -> None:
-        """End a room without success, and close it when the worker touches its pages no more."""
+        """End a room without success, and fail its request with ``status``. It is closed when the worker reads no more
+        for it.
+
+        Do nothing if that is under way.
+        """
         if sender.state is SenderState.DRAINING:
             return
         sender.state, sender.failure = SenderState.DRAINING, Failure(status, reason)
@@ -110,14 +114,17 @@ class SenderRooms:
             self.drained(sender, sender.failure)
 
     def close(self, sender: KVSender) -> None:
-        """Close a room, and remember its hand-over."""
+        """Remove a room, and remember its hand-over as ended."""
         del self.by_number[sender.room]
         self.estimates.is_decided(sender)
         if sender.decode is not None:
             self.note_over(sender.decode.handover)
 
     def drained(self, sender: KVSender, failure: Failure) -> None:
-        """Close a failed room that the worker does not touch any more, and notify its decode."""
+        """Remove a failed room, for which the worker reads no more, and tell its decode.
+
+        If one side has not come yet, remember the failure for it.
+        """
         status, reason = failure
         self.close(sender)
         self.failed += 1

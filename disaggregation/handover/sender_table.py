@@ -87,7 +87,11 @@ class SenderTable:
     # --- the two requests arrive ---
 
     def add(self, req: Req, room: int, now: float) -> None:
-        """Add a client's request to its room, which is opened if the decode has not done so."""
+        """Add a client's request to its room, which is opened if the decode has not done so.
+
+        If both requests are here, the prompt is queued. If the decode has declined or given the room up, the request
+        ends at once. It fails if the room has a request already.
+        """
         self._rooms.set_time(now)
         self._rooms.left.take(room)  # left by an earlier request
         if self._rooms.declined.take(room) is not None:
@@ -123,18 +127,23 @@ class SenderTable:
         }
 
     def on_queued(self, peer: Peer, msg: RoomQueued, now: float) -> None:
-        """Note that a decode will ask for this room when it has memory. The decode limits how long that may take."""
+        """Open the room, or note its decode, which will ask for the KV when it has memory and limits how long that may
+        take.
+        """
         self._opened(peer, msg.handover, 0, now)
 
     def on_forecast_request(self, peer: Peer, msg: ForecastRequest, now: float) -> None:
-        """Send a forecast to a decode that has memory for this room and decides by the forecast."""
+        """Send a forecast of the first token's time to a decode, now or as soon as the client's request is here."""
         sender = self._opened(peer, msg.handover, 0, now)
         if sender is not None and sender.asks is None and sender.request is None:
             sender.asks = True
             self.estimates.tell(sender, now)
 
     def on_declined(self, peer: Peer, msg: Declined, now: float) -> None:
-        """End a room with a prompt that the decode computes itself. This is not a failure."""
+        """End a room, and its request, because the decode computes the prompt itself. This is no failure.
+
+        If the client's request has not come, it ends as soon as it comes.
+        """
         handover = msg.handover
         self._rooms.set_time(now)
         sender = self.rooms.get(handover.room)
@@ -161,10 +170,10 @@ class SenderTable:
         self._scheduler.end(req, ReqState.MOVED, FinishReason(FinishType.DECLINED, message=text))
 
     def _opened(self, peer: Peer, handover: HandoverId, nbytes: int, now: float) -> KVSender | None:
-        """Return the room of ``handover``, assigned to ``peer``. A missing room is opened.
+        """Return the room of ``handover``, assigned to ``peer``, and open it if it is missing.
 
-        ``nbytes`` is the size of the page numbers that the peer's message brings. Returns None if the room belongs to
-        another decode or attempt, has ended, or is one too many. The peer is notified in these cases.
+        ``nbytes``: size of the page numbers in the peer's message. Return None if the hand-over has ended, or if the
+        room is another decode's or attempt's, has failed, or is one too many. In the last three cases the peer is told.
         """
         room = handover.room
         self._rooms.set_time(now)
@@ -197,7 +206,11 @@ class SenderTable:
         return sender
 
     def on_request(self, peer: Peer, msg: TransferRequest, now: float) -> None:
-        """Start the transfer to a decode that has memory for a room's KV, as soon as the client's request is here."""
+        """Note that the decode has memory and asks for the room's KV. Its transfer starts as soon as the client's
+        request is here.
+
+        If the two do not fit, or the decode asks twice, the hand-over fails.
+        """
         known = self.rooms.get(msg.handover.room)
         if known is not None and known.handover == msg.handover and known.request is not None:
             self._rooms.drain(known, 409, f"bootstrap_room {known.room} was asked for twice")
@@ -210,11 +223,12 @@ class SenderTable:
         self._try_start(sender, now)
 
     def on_withdraw(self, peer: Peer, msg: Withdraw, now: float) -> None:
-        """Give the memory that a decode has offered back to it, unless the prompt has begun or is about to begin.
+        """Answer a decode that wants the memory back which it has offered for a room's KV.
 
-        A prompt is about to begin if this instance is withdrawing other memory for it. Such withdrawals can form a
-        circle of instances. In every circle one instance has a larger epoch than the peer that asks it. That instance
-        gives the memory back. See ``scheduler/claims.py``.
+        It gets the memory back unless the prompt has begun or is about to begin. A prompt is about to begin if this
+        instance is withdrawing other memory for it. Such withdrawals can form a circle of instances. In every circle
+        one instance has a larger epoch than the peer that asks it. That instance gives the memory back. See
+        ``scheduler/claims.py``.
         """
         self._rooms.set_time(now)
         sender = self.rooms.get(msg.handover.room)
@@ -267,7 +281,8 @@ class SenderTable:
             self.pushes.on_prompt_computed(req, sender.first.token, sender.first.logprob)
 
     def _leaves_whole(self, req: Req) -> bool:
-        """Return whether a prompt's KV is too small to be pushed layer by layer.
+        """Return whether a prompt's KV is too small to be pushed layer by layer, so that computing it ahead costs
+        nothing.
 
         Pushing by layers requires the decode's request before the step begins. For a long prompt that is worth more
         than an early start.
@@ -280,20 +295,26 @@ class SenderTable:
     # --- the ways out ---
 
     def cancel(self, req: Req, reason: str) -> None:
-        """Drain the room of a request that ended here: its client left, or it failed."""
+        """End the hand-over of a request that ended here, aborted or failed, and tell the decode. Do nothing without
+        one.
+        """
         sender = self._rooms.of(req)
         if sender is not None:
             self._rooms.drain(sender, 499 if req.state is ReqState.ABORTED else 500, reason)
 
     def on_too_long(self, peer: Peer, msg: FirstToken) -> None:
-        """Fail a hand-over with logprobs that exceed the peer's frame limit."""
+        """Fail the hand-over of a ``FirstToken`` that was not sent: its logprobs exceed the peer's frame limit."""
         sender = self.rooms.get(msg.handover.room)
         if sender is not None and sender.handover == msg.handover:
             text = f"the prompt's logprobs are longer than {LONG_FRAME_BYTES >> 20} MiB; ask for fewer top_logprobs"
             self._rooms.drain(sender, 400, text)
 
     def on_abort(self, peer: Peer, msg: Abort, now: float) -> None:
-        """End a room that the decode gives up, and acknowledge it when nothing is written any more."""
+        """End a room, and its request, because the decode gives it up.
+
+        That is acknowledged when nothing is written there any more. If the client's request has not come, it fails as
+        soon as it comes.
+        """
         handover = msg.handover
         self._rooms.set_time(now)
         sender = self.rooms.get(handover.room)
@@ -312,12 +333,14 @@ class SenderTable:
             self._rooms.drain(sender, 499, msg.reason)
 
     def on_gone(self, peer: Peer) -> None:
-        """Drain the rooms of a decode that died or fell silent."""
+        """End the rooms, and fail the requests, of a decode that died or fell silent."""
         for sender in [s for s in self.rooms.values() if s.peer is peer]:
             self._rooms.drain(sender, 502, f"the decode instance is gone: {peer.reason}")
 
     def tick(self, now: float) -> None:
-        """Send due forecasts, and drain rooms past their deadline."""
+        """Send due forecasts, end rooms past their deadline, and free memory of prompts computed ahead if requests need
+        it.
+        """
         self._rooms.set_time(now)
         self._make_room(now)
         for sender in list(self.rooms.values()):
@@ -346,11 +369,11 @@ class SenderTable:
             self._scheduler.peer_requests.start_over(first.req)
 
     def pinned(self) -> list[KVHold]:
-        """Return memory that the worker may still read."""
+        """Return the holds of memory that the worker may still read for transfers."""
         return self._rooms.pinned()
 
     def info(self, now: float) -> list[dict[str, Any]]:
-        """Return the open rooms for ``/transfers``."""
+        """Return the open rooms for ``/transfers``, JSON-ready."""
         return [sender.info(now) for sender in self.rooms.values()]
 
 

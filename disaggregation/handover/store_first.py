@@ -31,7 +31,7 @@ PATIENCE = 1.5
 
 
 def patience_ms(missing: int, pages: int, page_size: int, fetch_ms: float, prospects: Prospects) -> float:
-    """Return how long to wait for ``pages`` from the store, in milliseconds; 0 if fetching is no gain.
+    """Return how long to wait for ``pages`` pages from the store, in milliseconds; 0 if fetching them is no gain.
 
     ``missing``: tokens of the prompt that are not cached here. ``fetch_ms``: estimated time of the fetch.
     """
@@ -63,7 +63,10 @@ class StoreFirst:
         self.counts = StoreFirstCounts()
 
     def look(self, receiver: KVReceiver, now: float) -> None:
-        """Probe the store for the rest of a prompt, if that may be a gain. The room has its memory."""
+        """Ask the store what it has of the rest of a prompt, if that may be a gain. The room must have its memory.
+
+        ``holds_up`` then tells whether the room waits for the answer.
+        """
         tiers, req = self._scheduler.tiers, receiver.req
         receiver.store = StoreStage.OVER
         if not tiers.store.enabled:
@@ -75,10 +78,10 @@ class StoreFirst:
             receiver.store = StoreStage.LOOKING
 
     def holds_up(self, receiver: KVReceiver, now: float) -> bool:
-        """Advance the room's store stage, and return whether the room still waits for the store.
+        """Advance the room's fetch from the store, and return whether the room still waits for the store.
 
-        When it returns False, fetched pages belong to the request. The prefill's forecast is known here, if it was
-        asked for.
+        When it returns False, pages that came are loaded into the request's memory. The prefill's forecast must be
+        known, if it was asked for.
         """
         if receiver.store is StoreStage.LOOKING:
             self._after_look(receiver, now)
@@ -87,13 +90,15 @@ class StoreFirst:
         return receiver.store is not StoreStage.OVER
 
     def start_over(self, receiver: KVReceiver) -> None:
-        """Drop a probe or fetch of a room that has lost its memory. The store is probed anew when it has memory."""
+        """Forget the question or fetch of a room that has lost its memory. The store is asked anew when it has memory
+        again.
+        """
         if receiver.store is not StoreStage.OVER:
             self._over(receiver)
             receiver.store = StoreStage.NEW
 
     def held(self, receiver: KVReceiver) -> HeldTokens | None:
-        """Return the prompt tokens that the decode has itself, by tier; None without tiers."""
+        """Return how many prompt tokens this decode has itself, in pool, host memory and store; None without tiers."""
         if not self._scheduler.tiers.enabled:
             return None
         beyond = receiver.req.cached_beyond or NOTHING_BEYOND
@@ -135,7 +140,7 @@ class StoreFirst:
         self._scheduler.tiers.store.forget(receiver.req.rid)
 
     def _reusable(self, receiver: KVReceiver) -> int:
-        """Return the maximum number of pages that may come from a store."""
+        """Return the maximum number of further pages of the prompt that may come from a store."""
         req, page_size = receiver.req, self._scheduler.memory.pool.page_size
         return max(0, req.longest_reusable_prefix // page_size - req.computed // page_size)
 

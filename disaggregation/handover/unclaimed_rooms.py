@@ -32,7 +32,10 @@ class UnclaimedRooms:
         self._bytes = 0
 
     def admit(self, peer: Hashable, room: int, nbytes: int) -> str | None:
-        """Count ``room`` of ``peer`` with ``nbytes`` of page numbers. Return a reason if it is one too many."""
+        """Count ``room`` of ``peer`` with ``nbytes`` more bytes of page numbers, and return None.
+
+        If it exceeds a limit, count nothing and return the reason.
+        """
         rooms = self._rooms.get(peer, {})
         more = 0 if room in rooms else 1
         if len(rooms) + more > PEER_ROOMS:
@@ -47,7 +50,7 @@ class UnclaimedRooms:
         return None
 
     def drop(self, peer: Hashable, room: int) -> None:
-        """Stop counting ``room``: its request has come, or it has ended. Harmless if it isn't counted."""
+        """Stop counting ``room``: its request has come, or it has ended. Do nothing if it isn't counted."""
         rooms = self._rooms.get(peer)
         if rooms is None or room not in rooms:
             return
@@ -72,19 +75,19 @@ class Tombstones:
         self._graves: dict[int, _Tombstone] = {}
 
     def add(self, room: int, reason: str, now: float) -> None:
-        """Remember why ``room`` ended."""
+        """Remember for a minute why ``room`` ended, and forget the oldest record above ``MAX_TOMBSTONES``."""
         self._graves.pop(room, None)  # so that the order stays that of expiry
         self._graves[room] = _Tombstone(now + TOMBSTONE_SECONDS, reason)
         if len(self._graves) > MAX_TOMBSTONES:
             del self._graves[next(iter(self._graves))]
 
     def take(self, room: int) -> str | None:
-        """Remove and return the reason for the end of ``room``, or None if there is none."""
+        """Remove and return the reason for the end of ``room``, or None if none is remembered."""
         grave = self._graves.pop(room, None)
         return grave.reason if grave is not None else None
 
     def expire(self, now: float) -> None:
-        """Drop expired tombstones."""
+        """Forget the rooms that have been remembered for ``TOMBSTONE_SECONDS`` at ``now``."""
         while self._graves:
             room, grave = next(iter(self._graves.items()))
             if now <= grave.until:

@@ -72,7 +72,7 @@ LAYER_POLL_SECONDS = 0.002
 
 
 def end_process(error: BaseException) -> None:
-    """End the process after a failure of the engine: a worker that can't transfer must not look healthy."""
+    """Log ``error`` and end the process with status 1: a worker that can't transfer must not look healthy."""
     log.critical("the transfer engine failed; ending the process", exc_info=error)
     logging.shutdown()
     os._exit(1)  # sys.exit would end this thread only
@@ -146,12 +146,12 @@ class TransferEngine:
         return self
 
     def submit(self, command: TransferCommand) -> None:
-        """Queue a command. Thread-safe, never waits."""
+        """Queue a command for the engine's thread. Thread-safe, never waits."""
         self._commands.put(command)
         self._backend.wake()
 
     def push(self, command: SendPages, done: LayersDone) -> None:
-        """Push pages as their layers are ``done``. Thread-safe, never waits.
+        """Queue pages to push, each layer when ``done`` counts it as computed. Thread-safe, never waits.
 
         Call ``wake`` when all layers are done. Requires an engine with a ``layout``.
         """
@@ -164,7 +164,11 @@ class TransferEngine:
         self._backend.wake()
 
     def close(self) -> None:
-        """End all links and the thread at once, without further events. The pools may be closed afterwards."""
+        """End all links and the thread, without further events, and wait for the thread. The pools may be closed
+        afterwards.
+
+        Raises ``TransferError`` if the thread does not end within ``CLOSE_SECONDS``.
+        """
         self._commands.put(None)
         self._backend.wake()
         if self._thread is not None:
@@ -175,7 +179,8 @@ class TransferEngine:
         self._pools.close()
 
     def turn(self, *, wait: bool) -> bool:
-        """Run one tick: execute commands, push and check a piece, and handle events. Return False once closed.
+        """Run one tick: execute commands, push and check a part of the pages, and handle events. Return False once
+        closed.
 
         ``wait``: wait for an event if there is nothing to do.
         """
@@ -190,9 +195,9 @@ class TransferEngine:
         return True
 
     def _pause(self) -> float | None:
-        """Return the longest time to wait for an event, in seconds; None for no limit.
+        """Return how many seconds the tick may wait for an event; None for no limit.
 
-        Sleeps for ``NAP_SECONDS`` first if the wait should be shorter than the operating system supports.
+        If it should wait less than the operating system can, sleep for ``NAP_SECONDS`` and return 0.
         """
         completion = self._backend.can.completion
         if completion in (Completion.POLLED, Completion.DRIVEN) and self._pushes.landing:

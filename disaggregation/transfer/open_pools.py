@@ -32,17 +32,22 @@ class OpenPools:
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the groups with bytes, within the layout."""
+        """Numbers within the layout of the groups that have bytes."""
         return [number for number, pool in enumerate(self.pools) if pool is not None]
 
     def pairs(self, pages: Sequence[I32]) -> Iterator[tuple[int, PagePool, I32]]:
-        """Yield number, pool and pages of each group with bytes."""
+        """Yield number, pool and page numbers of each group with bytes; ``pages`` has an entry for every group of the
+        layout.
+        """
         for number, (pool, some) in enumerate(zip(self.pools, pages, strict=True)):
             if pool is not None:
                 yield number, pool, some
 
     def unpack(self, pages: PagesByGroup, what: str, *, theirs: bool = False) -> list[I32]:
-        """Return the page numbers of each group, of our pools or of a peer's (``theirs``). Raises ``BadPages``."""
+        """Decode the page numbers of each group. Raises ``BadPages`` if a group or page does not exist.
+
+        ``theirs``: they are a peer's, of a pool with unknown size. ``what`` names the pages in the error.
+        """
         if len(pages) != len(self.pools):
             raise BadPages(f"{what} pages of {len(pages)} groups where there are {len(self.pools)}")
         limits = self._unbounded if theirs else self._num_pages

@@ -52,7 +52,7 @@ class _Chunk:
     """End of the layers that are being pushed."""
 
     def next_layers(self) -> LayerRange | None:
-        """Return the layers that may be pushed now, or None."""
+        """Return the layers that may be pushed now, or None if too few more are computed."""
         if not self.at:
             num_layers = self.group.num_layers
             count = num_layers if self.done is None else self.group.layers_done(self.done.count)
@@ -61,7 +61,7 @@ class _Chunk:
         return LayerRange(self.begin, self.end) if self.end > self.begin else None
 
     def advance(self, pages: int) -> None:
-        """Record that ``pages`` more pages of the current layers are under way."""
+        """Record that a write of the current layers of ``pages`` more pages was started."""
         self.at += pages
         if self.at == len(self.src):
             self.begin, self.at = self.end, 0
@@ -88,7 +88,7 @@ class _Queue:
         """Slices to be added up by the device at the end, by number."""
 
     def next_layers(self) -> LayerRange | None:
-        """Return the layers of the first chunk that may be pushed now, or None."""
+        """Return the layers of the first chunk that may be pushed now; None if there are none or no slot is free."""
         has_room = self.pool.slots is None or self.pool.slots.free > 0
         return self.chunks[0].next_layers() if has_room and self.chunks else None
 
@@ -135,7 +135,7 @@ class OutgoingPages:
 
     @property
     def pending(self) -> bool:
-        """Whether pages wait to be pushed, now or after they are computed."""
+        """Whether pages have still to be pushed, now or after they are computed. Slices under way do not count."""
         return any(queue.chunks for queue in self._queues)
 
     @property
@@ -150,14 +150,15 @@ class OutgoingPages:
 
     @property
     def over(self) -> bool:
-        """Whether its pages are not read or written any more."""
+        """Whether the transfer has ended, so that its pages are not read or written any more."""
         ended = self.error is not None or self.cancelled or (self.whole and not self.pending)
         return ended and not self._landing
 
     def add(self, group: int, src: I32, dst: I32, done: LayersDone | None = None) -> None:
-        """Queue the pages ``src`` to be written to ``dst`` as their layers are ``done``.
+        """Queue the pages ``src`` of a group with bytes, to be written to ``dst`` as ``done`` counts their layers as
+        computed.
 
-        The group must have bytes. Pages of a group are pushed in the order in which they were added.
+        With ``done`` None all are computed. Pages of a group are pushed in the order in which they were added.
         """
         if len(src):
             queue = next(queue for queue in self._queues if queue.number == group)
@@ -218,7 +219,10 @@ class OutgoingPages:
         self._slices.append(SliceChecksum(first, len(src), *layers, checksum, queue.number, algorithm))
 
     def reap(self, backend: TransferBackend) -> tuple[int, int]:
-        """Remove slices that have landed or failed, and return their number and bytes."""
+        """Remove slices that have landed or failed, oldest first, and return their number and bytes.
+
+        A failed slice fails the transfer.
+        """
         count = nbytes = 0
         while self._landing:
             landing = self._landing[0]
@@ -241,17 +245,20 @@ class OutgoingPages:
         return count, nbytes
 
     def fail(self, error: str) -> None:
-        """Stop pushing because of ``error``. The first error is kept."""
+        """Start no more slices because of ``error``. The first error is kept."""
         self.error = self.error or error
         self._drop()
 
     def cancel(self) -> None:
-        """Stop pushing on request."""
+        """Start no more slices, on request. Slices under way still land."""
         self.cancelled = True
         self._drop()
 
     def ended(self) -> SendEnded:
-        """Return the final report for the scheduler. The pages must not have changed since they were pushed."""
+        """Return the final report for the scheduler, with the checksums that a device adds up now.
+
+        The pages must not have changed since they were pushed.
+        """
         self._rest()
         for queue in self._queues:
             sums = queue.pool.word_sums(list(queue.parts.values())) if queue.parts else []
@@ -280,7 +287,7 @@ class OutgoingPages:
         return None
 
     def _rest(self) -> None:
-        """Stop the clock of pushing time."""
+        """Stop the clock that measures how long slices were under way."""
         if self._busy_since is not None:
             self._ended = self._clock()
             self._seconds += self._ended - self._busy_since

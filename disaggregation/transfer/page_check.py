@@ -58,7 +58,7 @@ class PageCheck:
         self._work: Iterator[int] | None = None
 
     def step(self, budget: int) -> bool | None:
-        """Work on about ``budget`` bytes. Return whether the pages are right once all is done, None before."""
+        """Check about ``budget`` bytes. Return None while more is left, then whether all pages are right."""
         if self._work is None:
             self._work = self._check()
         for nbytes in self._work:
@@ -68,7 +68,7 @@ class PageCheck:
         return self._right
 
     def _check(self) -> Iterator[int]:
-        """Do the whole check, and yield the bytes of each part of it."""
+        """Do the whole check, and yield after each part the bytes that it cost."""
         sizes = {part.group: (len(part.pages), part.pool.group.num_layers) for part in self._landed.values()}
         self._right = yield from covers(self._slices, sizes)
         for piece in self._slices if self._right and self._hashed else ():
@@ -81,7 +81,7 @@ class PageCheck:
                 yield from _convert(part, part.converter)
 
     def _check_sums(self) -> Iterator[int]:
-        """Compare the checksums of devices, which the host waits for once for many slices."""
+        """Compare the checksums that devices compute, and yield their cost in bytes. The host waits once for many."""
         for group, summed in self._summed.items():
             for at in range(0, len(summed), SUMS_AT_ONCE):
                 parts, expected = zip(*summed[at : at + SUMS_AT_ONCE], strict=True)
@@ -141,7 +141,10 @@ class PassedCheck(PageCheck):
 
 
 def make_check(command: VerifyPages, landed: Sequence[Landed], passed: PageChecksums | None) -> PageCheck:
-    """Return the check for pools in host memory, or for pools on a device with the checksums ``passed``."""
+    """Make the check of received pages: of those in a pool, or of staged ones by the checksums ``passed``.
+
+    ``passed``: those noted while the pages passed through host memory to a device.
+    """
     handover, slices, hashed = command.handover, command.slices, command.checksum
     if all(part.pool.group.staging is None for part in landed):
         return PageCheck(handover, landed, slices, hashed=hashed)

@@ -54,7 +54,9 @@ class PageChecksums:
             self.converter(number, 1)
 
     def landing(self, group: PageGroup, number: int, layers: LayerRange, pages: I32) -> PassedPages:
-        """Begin a batch. ``number`` is the group's number in the backend."""
+        """Make the record of a batch that passes through host memory in parts. ``number``: the group's number in the
+        backend.
+        """
         return PassedPages(self, group, number, layers, pages)
 
     def note(self, number: int, layers: LayerRange, pages: I32, checksum: int) -> None:
@@ -65,7 +67,9 @@ class PageChecksums:
         self._sums[_key(number, layers, pages)] = checksum
 
     def checksum(self, number: int, layers: LayerRange, pages: I32) -> int | None:
-        """Return the checksum of the batch with exactly these ``layers`` and ``pages``, or None."""
+        """Return the recorded checksum of the batch with exactly these ``layers`` and ``pages`` of group ``number``, or
+        None.
+        """
         return self._sums.get(_key(number, layers, pages))
 
     def hasher(self) -> xxhash.xxh3_64 | None:
@@ -73,9 +77,9 @@ class PageChecksums:
         return xxhash.xxh3_64() if self._summed else None
 
     def converter(self, number: int, num_layers: int) -> PageConverter | None:
-        """Return the converter of ``num_layers`` layers of a page to our order, or None if it is ours already.
+        """Return the converter of ``num_layers`` layers of a page to our order; None if they come in our order.
 
-        All layers are alike, so only their number matters.
+        ``number``: the group's number in the backend. All layers are alike, so only their number matters.
         """
         if self._order is None or self._layout is None:
             return None
@@ -101,7 +105,7 @@ class PassedPages:
         self._piece_bytes = group.piece_bytes(layers)
 
     def pass_on(self, memory: memoryview) -> None:
-        """Hash the next pages, and convert them to our order in place."""
+        """Hash the next pages of the batch in ``memory``, and convert them to our order in place."""
         if self._hasher is not None:
             self._hasher.update(memory)
         if self._converter is not None:

@@ -27,7 +27,10 @@ class PagePool(NamedTuple):
     slots: SendSlots | None = None
 
     def look(self, spans: Spans) -> Iterator[memoryview]:
-        """Yield the bytes of pieces of the region in order. Each view is valid until the next is yielded."""
+        """Yield the bytes of ``spans`` of the region in order, from a device by way of host memory.
+
+        Each view is valid until the next is yielded.
+        """
         if self.group.direct is not None:
             yield from self.group.direct.look([(offset, length) for offset, length in spans.tolist()])
             return
@@ -42,19 +45,19 @@ class PagePool(NamedTuple):
         return group.direct is not None and is_whole and group.direct.device.has_sums
 
     def word_sums(self, parts: Sequence[Part]) -> list[int]:
-        """Compute the checksums of ``parts`` on the device, which must have sums."""
+        """Compute the checksum of each of ``parts`` on the device, and wait once. Only valid if ``has_sums``."""
         assert self.group.direct is not None
         return self.group.direct.device.word_sums(parts, self.group.num_layers)
 
     def checksum(self, pages: I32, layers: LayerRange) -> int:
-        """Compute the checksum of ``layers`` of pages that the host sees."""
+        """Compute the xxh3 checksum of ``layers`` of ``pages`` on the host, in the order of ``pages``."""
         hasher = new_hasher("xxh3")
         for piece in self.look(self.group.spans(pages, layers)):
             hasher.update(piece)
         return hasher.intdigest()
 
     def change(self, page: int, convert: Callable[[npt.NDArray[np.uint8]], None]) -> None:
-        """Have ``convert`` change the bytes of a page, in place."""
+        """Have ``convert`` change the bytes of a page in place; on a device, they are copied to the host and back."""
         begin, length, direct = page * self.group.page_bytes, self.group.page_bytes, self.group.direct
         memory = self.memory[begin : begin + length] if direct is None else direct.load(begin, length)
         convert(np.frombuffer(memory, dtype=np.uint8))
@@ -63,7 +66,7 @@ class PagePool(NamedTuple):
 
 
 def new_hasher(algorithm: Literal["xxh3", "words"]) -> xxhash.xxh3_64 | WordSum:
-    """Return a hasher for bytes that the host sees."""
+    """Make a hasher of the checksum ``algorithm``, for bytes that are in host memory."""
     return WordSum() if algorithm == "words" else xxhash.xxh3_64()
 
 

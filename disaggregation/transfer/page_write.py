@@ -24,7 +24,10 @@ class PageWrite(NamedTuple):
 
 
 def unpack_pages(packed: bytes, num_pages: int, what: str) -> I32:
-    """Decode page numbers. Raises ``BadPages`` for a page that no request can hold."""
+    """Decode page numbers. Raises ``BadPages`` for malformed ones, page 0, or a page beyond the pool's ``num_pages``.
+
+    ``what`` names the pages in the error.
+    """
     if len(packed) % 4:
         raise BadPages(f"the {what} pages are not int32")
     pages = unpack_i32(packed)
@@ -33,13 +36,16 @@ def unpack_pages(packed: bytes, num_pages: int, what: str) -> I32:
 
 
 def check_pages(pages: I32, num_pages: int, what: str) -> None:
-    """Raise ``BadPages`` if a page is page 0 or outside of the ``num_pages`` pages."""
+    """Raise ``BadPages`` if a page is page 0 or not among a pool's ``num_pages`` pages. ``what`` names the pages."""
     if len(pages) and (int(pages.min()) < 1 or int(pages.max()) >= num_pages):
         raise BadPages(f"a {what} page lies outside of 1 … {num_pages - 1}")
 
 
 def paired_spans(write: PageWrite, group: PageGroup) -> tuple[Spans, Spans]:
-    """Return the spans of ``write`` here and at a peer with pages like ours. Paired spans have equal lengths."""
+    """Return where the pages of ``write`` lie in our region and in the peer's, as two arrays of spans.
+
+    Both have as many spans, of equal lengths in pairs. The peer's pages must be like ours.
+    """
     if write.layers == group.whole():
         return neighbour_spans(write.src, write.dst, group.page_bytes)
     return group.spans(write.src, write.layers), group.spans(write.dst, write.layers)

@@ -29,13 +29,16 @@ log = logging.getLogger(__name__)
 
 
 def main() -> NoReturn:
-    """Run the worker process."""
+    """Run the model worker process, with a transfer engine, until it ends."""
     ctx = start_child(sys.argv, WorkerOptions)
     run(ctx, lambda model: start_engine(ctx, model))
 
 
 def start_engine(ctx: ChildContext[WorkerOptions], model: LoadedModel) -> TransferEngine:
-    """Open the model's pools to peers and start the engine. Ends the process if the backend can't be used here."""
+    """Open the model's pools to peers, and start the transfer engine and the thread that takes its commands.
+
+    Ends the process if the backend can't be used here.
+    """
     # The model is loaded by now, so these imports delay nothing.
     from ...model_runner.kv.page_groups import page_groups
     from .engine import TransferEngine
@@ -65,7 +68,7 @@ def start_engine(ctx: ChildContext[WorkerOptions], model: LoadedModel) -> Transf
 
 
 def _obey(ctx: ChildContext[WorkerOptions], engine: TransferEngine) -> None:
-    """Hand commands that must not wait for a step to ``engine``, for ever."""
+    """Pass commands that must not wait for a step on to ``engine``, for ever. A failure ends the process."""
     from .engine import end_process
 
     try:

@@ -71,18 +71,18 @@ class PushQueue:
         return any(outgoing.landing for outgoing in self._outgoing.values())
 
     def use_link(self, peer: str, link: int) -> None:
-        """Push to ``peer`` by the link with this number from now on."""
+        """Note that the worker's link number ``link`` to ``peer`` is used for pushing from now on."""
         if self._writing.get(peer) != link:
             # The scheduler connects again only after the last link's hand-overs ended, so they get no more pages.
             self._broken = {handover: None for handover in self._broken if handover.epoch != peer}
             self._writing[peer] = link
 
     def lose_link(self, peer: str) -> None:
-        """Push nothing more to ``peer``: its link is down."""
+        """Note that the link to ``peer`` is down: hand-overs that begin from now on fail."""
         self._writing.pop(peer, None)
 
     def end_peer(self, peer: str, reason: str) -> None:
-        """End all hand-overs to ``peer`` after its link went down for ``reason``."""
+        """Fail all hand-overs to ``peer``, after its link went down for ``reason``, and report their end."""
         for outgoing in [o for o in self._outgoing.values() if o.handover.epoch == peer]:
             self._reap_one(outgoing)
             if not outgoing.over:
@@ -91,7 +91,10 @@ class PushQueue:
         self._windows.pop(peer, None)
 
     def send(self, command: SendPages, done: LayersDone | None) -> None:
-        """Queue pages of a hand-over, to be pushed as their layers are ``done`` (None: all are)."""
+        """Queue pages of a hand-over, each layer to be pushed when ``done`` counts it as computed (None: all are).
+
+        If the pages are invalid or the peer has no link, the hand-over fails.
+        """
         handover = command.handover
         if handover in self._broken:
             if command.last:
@@ -132,9 +135,8 @@ class PushQueue:
         self._end_if_over(outgoing)
 
     def push(self) -> bool:
-        """Start slices, round robin over hand-overs, until they add up to a full slice.
-
-        Return False if none could be started.
+        """Start slices, round robin over hand-overs, until they add up to ``SLICE_BYTES``. Return False if none was
+        started.
         """
         pushed = 0
         self.computing = False
@@ -163,7 +165,7 @@ class PushQueue:
         return pushed > 0
 
     def reap(self) -> None:
-        """Report the slices that have landed, and the hand-overs that are over."""
+        """Record slices that have landed, and report progress and the hand-overs that are over to the scheduler."""
         for outgoing in [outgoing for outgoing in self._outgoing.values() if outgoing.landing]:
             self._reap_one(outgoing)
             self._end_if_over(outgoing)

@@ -43,7 +43,7 @@ class ReceivedPages:
         """Checksums of received pages that are on a device, until they are checked or revoked."""
 
     def grant(self, command: GrantPages) -> None:
-        """Let a peer write pages for a hand-over."""
+        """Let a peer write pages for a hand-over. If the pages are invalid, log that and grant none."""
         try:
             granted = self._pools.unpack(command.pages, "destination")
             landed = None
@@ -61,7 +61,10 @@ class ReceivedPages:
             self._backend.grant(command.peer, command.handover, pages, pool.number)
 
     def revoke(self, command: RevokePages) -> None:
-        """Withdraw the permission to write pages for a hand-over."""
+        """End a peer's permission to write pages for a hand-over, if it has one.
+
+        Their checksums are dropped unless they are to be checked.
+        """
         peer = self._granted.pop(command.handover, None)
         if not command.are_checked:
             self._landed.pop(command.handover, None)
@@ -69,7 +72,9 @@ class ReceivedPages:
             self._backend.revoke(peer, command.handover)
 
     def verify(self, command: VerifyPages) -> None:
-        """Queue the check of a hand-over's pages; ``PagesVerified`` follows."""
+        """Queue the check of a hand-over's pages; ``PagesVerified`` with the result is sent later, or at once if it is
+        known.
+        """
         if not self._backend.can.moves_data:
             self._emit(PagesVerified(command.handover, ok=True))
             return
@@ -87,7 +92,7 @@ class ReceivedPages:
         self._checks.append(check)
 
     def _converter(self, order: KVOrder | None, group: int) -> PageConverter | None:
-        """Return the converter of a group's pages from ``order`` to our order; None if they are equal.
+        """Return the converter of a group's pages from the byte order ``order`` to ours; None if they are equal.
 
         Raises ``ValueError`` if our own order is unknown.
         """
@@ -98,7 +103,9 @@ class ReceivedPages:
         return PageConverter(self._layout, order, group)
 
     def check(self) -> bool:
-        """Hash or convert a part of the received pages that wait for it. Return False if none is left."""
+        """Check a part of the received pages that wait for it, and report hand-overs that are done. Return whether any
+        is left.
+        """
         if self._checks:
             check = self._checks.popleft()
             ok = check.step(CHECK_BYTES)

@@ -25,7 +25,7 @@ class SendSlots:
         return len(self._free)
 
     def fetch(self, pages: I32, layers: LayerRange) -> I32:
-        """Copy ``layers`` of each page to a slot, and return the slots.
+        """Copy ``layers`` of each page from the device to a free slot, and return the slots, in the order of ``pages``.
 
         If too few slots are free, only the first pages are copied.
         """
@@ -47,5 +47,5 @@ class SendSlots:
         return slots
 
     def give(self, slots: I32) -> None:
-        """Free slots that are not read any more."""
+        """Free slots that ``fetch`` returned and that no write reads any more."""
         self._free.extend(sorted(slots.tolist(), reverse=True))

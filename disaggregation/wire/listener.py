@@ -29,7 +29,10 @@ class Listener:
         reactor.watch(sock, self, read=True, write=False)
 
     def accept(self) -> socket.socket | None:
-        """Accept the next connection; None if there is none, or the system has no descriptors."""
+        """Accept the next connection; return None if there is none.
+
+        If the system has no descriptors, return None and pause listening for ``ACCEPT_PAUSE_SECONDS``.
+        """
         if self.listen_again is not None:
             return None
         try:
@@ -44,13 +47,13 @@ class Listener:
             return None
 
     def check(self, now: float) -> None:
-        """Listen again once it has rested."""
+        """Listen again if a pause for lack of descriptors is over at ``now``."""
         if self.listen_again is not None and self.listen_again <= now:
             self.listen_again = None
             self._reactor.watch(self.sock, self, read=True, write=False)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the listening socket."""
         if self.listen_again is None:
             self._reactor.forget(self.sock)
         self.sock.close()

@@ -21,8 +21,9 @@ class Reactor:
         self._selector.register(self._doorbell, selectors.EVENT_READ)
 
     def watch(self, sock: socket.socket | int, data: object, *, read: bool, write: bool) -> None:
-        """Report ``data`` when a socket, or another descriptor, can be read or written; also changes what is watched
-        for.
+        """Have ``wait`` return ``data`` when a socket or other descriptor can be read or written.
+
+        For one that is watched already, only ``read`` and ``write`` are changed.
         """
         mask = (selectors.EVENT_READ if read else 0) | (selectors.EVENT_WRITE if write else 0)
         key = self._selector.get_map().get(sock)
@@ -32,14 +33,14 @@ class Reactor:
             self._selector.modify(sock, mask, data)
 
     def forget(self, sock: socket.socket | int) -> None:
-        """Watch it no more; comes before closing it. Harmless for one that isn't watched."""
+        """Watch a descriptor no more; call this before closing it. Do nothing if it isn't watched."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(sock)
 
     def wait(self, timeout: float | None) -> list[tuple[Any, bool, bool]]:
-        """Wait for sockets and return (data, readable, writable) of each ready one.
+        """Wait for I/O and return (data, readable, writable) of each descriptor that is ready.
 
-        Waits at most ``timeout`` seconds (None: for ever).
+        Wait at most ``timeout`` seconds (None: for ever). A call of ``wake`` ends the wait, too.
         """
         ready = []
         for key, mask in self._selector.select(timeout):
@@ -50,7 +51,7 @@ class Reactor:
         return ready
 
     def fileno(self) -> int:
-        """Return the descriptor for another poller."""
+        """Return a descriptor that is readable while a watched one is ready, for another poller."""
         return self._selector.fileno()
 
     def wake(self) -> None:
@@ -59,7 +60,7 @@ class Reactor:
             os.eventfd_write(self._doorbell, 1)
 
     def close(self) -> None:
-        """Close everything but the sockets."""
+        """Close the reactor's own descriptors. Watched sockets stay open."""
         self._selector.close()
         os.close(self._doorbell)
         self._doorbell = -1

@@ -41,27 +41,35 @@ class Stream:
 
     @property
     def queued(self) -> int:
-        """How many pieces are left to send."""
+        """Number of pieces that are queued and not sent."""
         return len(self._queued)
 
     def read(self, views: Iterable[memoryview], then: Callable[[], None]) -> None:
-        """Fill ``views`` one after another, then call ``then`` (which may ask for more)."""
+        """Have ``on_readable`` fill ``views``, one after another, and then call ``then``, which may ask for more.
+
+        Return at once.
+        """
         self._wanted.extend(views)
         self._then = then
 
     def send(self, views: Iterable[memoryview | bytes]) -> None:
-        """Queue ``views``; their memory must not change before they are sent."""
+        """Queue ``views`` for ``on_writable``; their memory must not change before they are sent."""
         if not self._queued:
             self.last_progress = time.monotonic()
         # Without empty ones: a send that was offered nothing else would look like one that the kernel did not take.
         self._queued.extend(memoryview(view) for view in views if len(view))
 
     def pause(self) -> None:
-        """Read no more in this turn. Further bytes stay in the kernel. ``then`` calls this."""
+        """Make the present ``on_readable`` return. Further bytes stay in the kernel. To be called by the callback of
+        ``read``.
+        """
         self._paused = True
 
     def on_readable(self, budget: int = MAX_TURN) -> int:
-        """Read the available bytes, at most ``budget``. Unexpected bytes break the protocol."""
+        """Read the available bytes, at most ``budget``, into the memory asked for, and return how many were read.
+
+        Raises ``LinkLost`` if the connection has ended, or for bytes that were not asked for.
+        """
         left = budget
         self._paused = False
         while left > 0 and not self._paused:
@@ -86,7 +94,10 @@ class Stream:
         return budget - left
 
     def on_writable(self) -> int:
-        """Send what the kernel takes, a turn's worth at most."""
+        """Send what the kernel accepts of the queue, at most ``MAX_TURN`` bytes, and return how many bytes were sent.
+
+        Raises ``LinkLost`` if the connection is broken.
+        """
         left = MAX_TURN
         while self._queued and left > 0:
             try:
@@ -101,7 +112,7 @@ class Stream:
         return MAX_TURN - left
 
     def close(self) -> None:
-        """Close the socket and let go of all memory."""
+        """Close the socket, and drop the references to all memory to be filled or sent."""
         self._wanted.clear()
         self._queued.clear()
         self._then = None
@@ -123,7 +134,7 @@ def _advance(views: deque[memoryview], count: int) -> None:
 
 
 def expect_end(stream: Stream) -> None:
-    """Wait for the end of a connection on which no more bytes may come."""
+    """Have the stream read until the connection ends. Any byte before that raises ``LinkLost`` in ``on_readable``."""
 
     def on_byte() -> None:
         raise LinkLost("the peer sent what was not expected")

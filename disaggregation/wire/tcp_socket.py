@@ -15,7 +15,10 @@ def address_family(address: str) -> socket.AddressFamily:
 
 
 def tune(sock: socket.socket, silence: float) -> None:
-    """Set the socket's options. After ``silence`` seconds without acknowledgement, the peer's host counts as gone."""
+    """Set TCP options: no delay, keep-alive, and a time limit of ``silence`` seconds for missing acknowledgements.
+
+    After it, the peer's host counts as gone.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_SECONDS)
@@ -24,7 +27,7 @@ def tune(sock: socket.socket, silence: float) -> None:
 
 
 def start_connecting(sock: socket.socket, address: str, port: int) -> None:
-    """Connect in the background; raises ``OSError`` for what fails at once."""
+    """Make the socket non-blocking and start to connect it. Raises ``OSError`` for what fails at once."""
     sock.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         sock.connect((address, port))

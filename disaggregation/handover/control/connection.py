@@ -63,11 +63,14 @@ class ControlConnection:
 
     @property
     def held(self) -> int:
-        """Memory of this connection's incomplete frame, in bytes."""
+        """Memory of the frame that is being received, in bytes."""
         return sum(map(len, self._pieces))
 
     def read(self, budget: int = MAX_TURN) -> ReadResult:
-        """Read at most one frame and about ``budget`` bytes. Raises ``LinkLost`` when the connection has ended."""
+        """Read what has arrived: at most one frame and about ``budget`` bytes. It never blocks.
+
+        Raises ``LinkLost`` when the connection has ended, and ``ProtocolBroken`` for an invalid greeting or frame.
+        """
         try:
             nbytes = self.stream.on_readable(budget)
         except ProtocolBroken:
@@ -80,7 +83,11 @@ class ControlConnection:
         return ReadResult(frame, nbytes)
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send what the kernel accepts, and queue the rest. Raises ``ProtocolBroken`` if the peer does not read."""
+        """Queue frames, and send what the kernel accepts now.
+
+        They wait until both ends have greeted. Raises ``ProtocolBroken`` if more than ``send_limit`` bytes wait,
+        because the peer does not read.
+        """
         self._waiting += frames
         self._seal()
         self.flush()
@@ -88,7 +95,7 @@ class ControlConnection:
             raise ProtocolBroken(f"it does not read what it is sent: {self.unsent} bytes wait for it")
 
     def flush(self) -> None:
-        """Send as much of the queue as the kernel accepts."""
+        """Send as much of the queue as the kernel accepts. A broken connection is only reported by ``read``."""
         if not self.unsent and not self._write_watched:
             return
         try:
@@ -114,7 +121,7 @@ class ControlConnection:
         self._pieces.clear()
 
     def _seal(self) -> None:
-        """Seal and queue the waiting frames, if the cipher can seal."""
+        """Seal the waiting frames and queue them for sending. Do nothing while the cipher has no key."""
         if not self.cipher.ready:
             return
         for frame in self._waiting:

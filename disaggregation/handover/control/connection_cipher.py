@@ -47,20 +47,24 @@ class Cipher(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether frames can be sealed."""
+        """Whether ``seal`` can be called: the keys of this connection are known."""
 
     @property
     def unanswered(self) -> bool:
-        """Whether a sealed frame of the other end is still expected."""
+        """Whether a frame of the other end is still missing that would prove that it has the cluster secret."""
 
     def greeted(self, theirs: bytes) -> None:
-        """Take the other end's whole greeting. Raises ``ProtocolBroken`` if the ends don't match."""
+        """Take in the other end's whole greeting, ``theirs``, with its key. Raises ``ProtocolBroken`` if the ends don't
+        match.
+        """
 
     def seal(self, frame: bytes) -> bytes:
-        """Return ``frame`` as it is sent."""
+        """Return the bytes to send for ``frame``. Frames must be sent in the order of their calls."""
 
     def open(self, sealed: bytes) -> bytes:
-        """Return the content of a frame. Raises ``ProtocolBroken`` if it can't be opened."""
+        """Return the content of the next frame received. Raises ``ProtocolBroken`` if it was not sealed with a valid
+        key.
+        """
 
 
 class PlainCipher:
@@ -84,11 +88,11 @@ class PlainCipher:
             )
 
     def seal(self, frame: bytes) -> bytes:
-        """Return ``frame``."""
+        """Return ``frame`` as it is: without a cluster secret nothing is encrypted."""
         return frame
 
     def open(self, sealed: bytes) -> bytes:
-        """Return ``sealed``, which is the frame."""
+        """Return ``sealed`` as it is: without a cluster secret nothing is encrypted."""
         return sealed
 
 
@@ -136,12 +140,16 @@ class ConnectionCipher:
         self._candidates = [_ciphers(key, shared, both, dialled=self._dialled) for key in keys]
 
     def seal(self, frame: bytes) -> bytes:
-        """Return ``frame`` sealed."""
+        """Return ``frame`` encrypted, with the next number as nonce. Frames must be sent in the order of calls."""
         self._sent += 1
         return self._candidates[0].sending.encrypt(NONCE.pack(self._sent), frame, None)
 
     def open(self, sealed: bytes) -> bytes:
-        """Return the content of a frame. Raises ``ProtocolBroken`` if no known secret has sealed it."""
+        """Return the decrypted content of the next frame received. The key that opened the first one is used from then
+        on.
+
+        Raises ``ProtocolBroken`` if no known secret has sealed it, or if it is not the next one.
+        """
         self._received += 1
         for ciphers in self._candidates:
             try:
@@ -154,7 +162,11 @@ class ConnectionCipher:
 
 
 def make_cipher(keys: Sequence[bytes], *, dialled: bool) -> Cipher:
-    """Return the cipher of a new connection. ``keys`` is empty without a cluster secret."""
+    """Make the cipher of a new connection. ``keys``: keys of the cluster secrets, empty without one, so nothing is
+    encrypted.
+
+    ``dialled``: whether this end has opened the connection.
+    """
     return ConnectionCipher(keys, dialled=dialled) if keys else PlainCipher()
 
 

@@ -47,9 +47,9 @@ class EncodedFrames(NamedTuple):
 
 
 def make_frames(messages: Sequence[Message], limit: int) -> EncodedFrames:
-    """Encode messages in few frames of at most ``limit`` bytes and ``FRAME_MESSAGES`` messages each.
+    """Encode messages, in order, in few frames of at most ``limit`` bytes and ``FRAME_MESSAGES`` messages each.
 
-    A receiver ends a connection with longer ones.
+    Messages that exceed ``limit`` alone are returned apart: a receiver ends a connection with longer frames.
     """
     if not messages:
         return EncodedFrames([], [])
@@ -65,12 +65,14 @@ def make_frames(messages: Sequence[Message], limit: int) -> EncodedFrames:
 
 
 def greeting(key: bytes = NO_KEY, version: int = FRAMING_VERSION) -> bytes:
-    """Return the bytes that each end sends first."""
+    """Return the bytes that each end sends first: protocol, framing version and this connection's key (zeros: none)."""
     return GREETING.pack(MAGIC, version) + key
 
 
 def wrong_greeting(data: bytes | bytearray) -> str | None:
-    """Return why a greeting that begins with ``data`` is unacceptable, or None if it is not."""
+    """Return why a greeting with the first bytes ``data`` (``GREETING.size``) is unacceptable; None if it is
+    acceptable.
+    """
     magic, version = GREETING.unpack(data)
     if magic != MAGIC:
         return f"it does not speak pdserve's control protocol: it began with {bytes(data)!r}"

@@ -85,7 +85,7 @@ class _Accepted(ControlConnection):
         self.sends = SHORT_FRAME_BYTES
 
     def why(self, end: LinkLost) -> str:
-        """Return the reason for the end of this connection, for error messages."""
+        """Return the reason for the end of this connection, for error messages: the text of ``end``."""
         return str(end)
 
 
@@ -131,7 +131,7 @@ class ControlPort:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether every connected instance must have the cluster secret."""
+        """Whether the port has a cluster secret, which every connected instance must have then."""
         return bool(self._keys)
 
     def fileno(self) -> int:
@@ -139,10 +139,11 @@ class ControlPort:
         return self._reactor.fileno()
 
     def dial(self, address: str, port: int) -> int:
-        """Begin to connect, and return the connection's identity. Messages sent meanwhile are queued.
+        """Begin to connect to a control port, and return a number for the connection. Messages sent meanwhile are
+        queued.
 
-        ``address`` must be an IP address, because resolving a name could block. Raises ``ValueError`` for anything
-        else, and ``OSError`` if connecting fails at once.
+        A failure is reported later by ``take_ended``. ``address`` must be an IP address, because resolving a name could
+        block. Raises ``ValueError`` for anything else, and ``OSError`` if connecting fails at once.
         """
         sock = socket.socket(tcp_socket.address_family(address), socket.SOCK_STREAM)
         self._last_identity += 1
@@ -159,11 +160,10 @@ class ControlPort:
         return connection.identity
 
     def recv(self) -> tuple[int, list[Any]] | None:
-        """Return the next frame's messages with its connection's identity.
+        """Return the messages of the next frame, with the number of its connection; None if there is no frame.
 
-        Returns None if there is no frame or this tick has read ``TURN_BYTES``. One frame of each connection is read
-        before the second of any. Data that comes meanwhile makes ``fileno`` readable again. Raises
-        ``UndeclaredMessage``.
+        It is also None if this tick has read ``TURN_BYTES``. One frame of each connection is read before the second of
+        any. Data that comes meanwhile makes ``fileno`` readable again. Raises ``UndeclaredMessage``.
         """
         if not self._ready:
             self._begin_round()
@@ -180,9 +180,10 @@ class ControlPort:
         return None
 
     def send(self, identity: int, messages: Sequence[Message]) -> list[Message]:
-        """Send messages to a connection, and return those that are too long.
+        """Send messages to the connection ``identity``, and return those that are too long for a frame, which are not
+        sent.
 
-        Messages to a connection that has ended are dropped.
+        What the peer does not read yet is queued. Messages to a connection that has ended are dropped.
         """
         connection = self._peers.get(identity) or self._strangers.get(identity)
         if connection is None:
@@ -198,7 +199,10 @@ class ControlPort:
         return too_long
 
     def keep(self, identity: int) -> None:
-        """Make a stranger a peer, without a deadline and with longer frames."""
+        """Make an accepted connection a peer's, since its Hello is good: without a deadline, and with longer frames.
+
+        If it has ended already, ``take_ended`` reports that.
+        """
         connection = self._strangers.pop(identity, None)
         if connection is not None:
             connection.frame_limit, connection.send_limit = SHORT_FRAME_BYTES, UNREAD_BYTES
@@ -217,18 +221,20 @@ class ControlPort:
             self._peers[identity].sends = LONG_FRAME_BYTES
 
     def drop(self, identity: int) -> None:
-        """End a connection. Data sent before is still delivered. ``take_ended`` does not report this end."""
+        """Close a connection. Data sent before is still delivered. ``take_ended`` does not report this end."""
         connection = self._peers.get(identity) or self._strangers.get(identity)
         if connection is not None:
             self._close(connection)
 
     def take_ended(self) -> list[Ended]:
-        """Return the peers' connections that ended since the last call. All of their frames have been read."""
+        """Return the peers' connections that have ended since the last call, with reasons. Their frames have all been
+        read.
+        """
         ended, self._ended = self._ended, []
         return ended
 
     def close(self) -> None:
-        """Close everything."""
+        """Close all connections and the listening socket."""
         for connection in [*self._strangers.values(), *self._peers.values()]:
             self._close(connection)
         self._listener.close()
@@ -236,7 +242,7 @@ class ControlPort:
 
     @property
     def connections(self) -> int:
-        """Number of open connections."""
+        """Number of open connections, of peers and of senders without a valid Hello."""
         return len(self._strangers) + len(self._peers)
 
     def _begin_round(self) -> None:
@@ -294,7 +300,8 @@ class ControlPort:
             connection.flush()
 
     def _limit_unread(self) -> None:
-        """End the slowest peers while all send buffers exceed ``UNREAD_BYTES_IN_ALL`` together.
+        """Close the connections of the slowest peers until all send buffers have ``UNREAD_BYTES_IN_ALL`` or less
+        together.
 
         Many peers could each stay below their own limit.
         """
@@ -323,7 +330,10 @@ def _whence(sock: socket.socket) -> str:
 
 
 def read_messages(port: ControlPort) -> Iterator[tuple[int, Any]]:
-    """Yield at most about ``MESSAGES_A_TURN`` messages with the identity of their connection."""
+    """Yield received messages, each with the number of its connection, until none is left or this tick has read enough.
+
+    That is about ``MESSAGES_A_TURN`` messages. Frames with undeclared messages are logged and skipped.
+    """
     left = MESSAGES_A_TURN
     while left > 0:
         try:

@@ -41,7 +41,11 @@ class KVReturns:
         self.given = 0
 
     def give_back(self, req: Req) -> None:
-        """Offer the KV of a request that is about to finish to the prefill that computed its prompt."""
+        """Begin to offer the KV of a request, which is about to finish, to the prefill that computed its prompt.
+
+        The KV is cached here, too, and its memory pinned until the return is over. Do nothing if the request has no
+        hand-over, if no whole page of output is computed, or if other requests need the memory.
+        """
         where, hold = req.msg.bootstrap, req.hold
         computed = min(req.computed, req.known_len) // self._page_size * self._page_size
         if where is None or where.source:
@@ -59,7 +63,7 @@ class KVReturns:
         self._rooms.add(move)
 
     def make_room(self, now: float) -> None:
-        """Give up returns that are not under way, if other requests need the memory."""
+        """Give up the KV returns with no page on its way yet, if other requests need the memory."""
         self._now = now
         if self._returns and self._memory_is_wanted():
             states = (MigrationState.REACHING, MigrationState.OFFERED)
@@ -67,17 +71,14 @@ class KVReturns:
                 self._rooms.fail(returned, "others need the memory")
 
     def advance(self, now: float) -> None:
-        """Advance every return that can advance, and fail those past their deadline."""
+        """Offer the KV of returns to peers that are connected by now, and fail returns past their deadline."""
         for move in list(self._returns):
             if move.state is MigrationState.REACHING:
                 self._rooms.when_reached(move, now)
             self._rooms.check_deadline(move, now)
 
     def _memory_is_wanted(self) -> bool:
-        """Return whether requests need the memory: one waits for it, or running ones may soon lack it.
-
-        Their needs come before KV returns.
-        """
+        """Return whether a request waits for memory, or running ones may soon lack it. They precede KV returns."""
         planner, memory = self._scheduler.planner, self._scheduler.memory
         waits = any(req.times.ready for req in planner.waiting.values())
         return waits or memory.pool.obtainable < SPARE_PAGES * self._page_size * max(1, len(planner.running))
@@ -85,7 +86,7 @@ class KVReturns:
     # --- MigrationOwner ---
 
     def on_reached(self, move: Migration, now: float) -> None:
-        """Offer the KV: as a request that has one token left to compute."""
+        """Offer the KV to the connected peer, as a request with its tokens as prompt and one token left to compute."""
         req, peer, handover = move.req, move.peer, self._rooms.draw_id(move)
         sampling = msgspec.structs.replace(req.msg.sampling, max_new_tokens=1, min_new_tokens=0, grammar=None)
         tokens = req.token_ids[: move.kv_len].tobytes()
@@ -93,15 +94,15 @@ class KVReturns:
         peer.send(MoveOffer(peer.epoch, handover, RunningRequest(request, b"", 1, 0.0), move.kv_len, keep=True))
 
     def on_sent(self, move: Migration) -> None:
-        """Count the return, which is over."""
+        """Count the KV return and end it: all of its KV was sent."""
         self.given += 1
         self._rooms.forget(move)
 
     def on_ready(self, move: Migration, handover: HandoverId, now: float) -> None:
-        """Do nothing: the request has finished."""
+        """Do nothing: the request has finished, so there is nothing to continue."""
 
     def on_failed(self, move: Migration, state: MigrationState, reason: str) -> None:
-        """Log the failure."""
+        """Log why the KV return has failed; its request is not affected."""
         log.debug("its KV is not given back: %s", reason, extra={"rid": move.req.rid})
 
     def on_over(self, move: Migration) -> None:

@@ -31,19 +31,22 @@ class MigrationOwner(Protocol):
     """The part that starts migrations of one kind, and continues them when their KV has been sent."""
 
     def on_reached(self, move: Migration, now: float) -> None:
-        """Offer the request to its peer, which is connected."""
+        """Offer the request to its peer, which is connected now."""
 
     def on_sent(self, move: Migration) -> None:
-        """Note that all of the KV was sent."""
+        """Note that all of the KV offered was sent and has landed at the other instance."""
 
     def on_ready(self, move: Migration, handover: HandoverId, now: float) -> None:
-        """Handle that the other instance is ready to continue the request."""
+        """Pause the request here if it still runs: the other instance is ready to continue it.
+
+        ``handover``: the migration's id in messages.
+        """
 
     def on_failed(self, move: Migration, state: MigrationState, reason: str) -> None:
-        """Continue without the migration, which has failed in ``state``."""
+        """Continue without the migration, which has failed for ``reason``. ``state``: its state until then."""
 
     def on_over(self, move: Migration) -> None:
-        """Forget a migration that has ended, with or without success."""
+        """Forget a migration that has ended, with or without success. The worker reads no more of its memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +102,7 @@ class Migration:
     """Why the migration failed. Set in DRAINING."""
 
     def info(self, now: float) -> dict[str, Any]:
-        """Return this migration's entry for ``/transfers``."""
+        """Return this migration's entry for ``/transfers``, JSON-ready."""
         return {
             "direction": "moving",
             "room": self.handover.room if self.handover is not None else 0,

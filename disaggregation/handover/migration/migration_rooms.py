@@ -45,22 +45,22 @@ class MigrationRooms:
         self._now = 0.0
 
     def set_time(self, now: float) -> None:
-        """Set the time of the tick."""
+        """Set the time of the present tick, from which deadlines are counted."""
         self._now = now
 
     def add(self, move: Migration) -> None:
-        """Add a migration that begins."""
+        """Add a migration that begins. It is offered later, when its peer is connected."""
         self._migrations.append(move)
 
     def draw_id(self, move: Migration) -> HandoverId:
-        """Return the id of a migration that is about to be offered."""
+        """Draw a random id for a migration, set its state to OFFERED and return the id. The caller sends the offer."""
         move.handover = HandoverId(move.peer.epoch, secrets.randbits(63), 0)
         move.state = MigrationState.OFFERED
         self._rooms[move.handover.room] = move
         return move.handover
 
     def when_reached(self, move: Migration, now: float) -> None:
-        """Have a migration offered if its peer is connected."""
+        """Have the owner offer a migration if its peer is connected by now, or fail it if the peer is gone."""
         if move.peer.same_as is not None:
             move.peer = move.peer.same_as
         if move.peer.gone:
@@ -69,7 +69,7 @@ class MigrationRooms:
             move.owner.on_reached(move, now)
 
     def check_deadline(self, move: Migration, now: float) -> None:
-        """Fail a migration past its deadline."""
+        """Fail a migration that has exceeded its deadline, unless it has failed already."""
         if move.state is not MigrationState.DRAINING and now > move.deadline:
             self.fail(move, f"it took too long ({move.state.name.lower()})")
 
@@ -91,12 +91,15 @@ class MigrationRooms:
         return move is not None and move.handover == handover
 
     def of(self, peer: Peer, handover: HandoverId) -> Migration | None:
-        """Return the migration that a message of ``peer`` is about, or None."""
+        """Return the migration ``handover`` if ``peer``, which has sent a message about it, is its target, or None."""
         move = self._rooms.get(handover.room)
         return move if move is not None and move.handover == handover and move.peer is peer else None
 
     def on_request(self, peer: Peer, msg: TransferRequest, now: float) -> None:
-        """Push the KV to the other instance, which has memory and asks for it."""
+        """Have the worker push the KV to the other instance, which has memory for it and asks for it.
+
+        If its request does not fit, or the KV is not here any more, fail the migration and tell the peer why.
+        """
         move = self.of(peer, msg.handover)
         if move is None or move.state is not MigrationState.OFFERED:
             return
@@ -130,7 +133,9 @@ class MigrationRooms:
         return None
 
     def on_progress(self, event: SendProgress) -> None:
-        """Restart a migration's time limit when more of its pages have landed, here and at the other instance."""
+        """Restart the migration's time limit because more of its KV has landed, and have the other instance do the
+        same.
+        """
         move = self._rooms.get(event.handover.room)
         if move is None or move.push is None or move.state is not MigrationState.PUSHING:
             return
@@ -141,7 +146,10 @@ class MigrationRooms:
             move.peer.send(Progress(move.peer.epoch, event.handover, pages))
 
     def on_send_ended(self, event: SendEnded) -> None:
-        """Release the pages of a hand-over, which the worker will not touch again."""
+        """Unpin the memory of a push that the worker has ended, and send the result to the peer.
+
+        If the push failed or was cancelled, the migration fails.
+        """
         move = self._rooms.get(event.handover.room)
         if move is None or move.handover != event.handover or move.push is None:
             return
@@ -166,7 +174,7 @@ class MigrationRooms:
             move.owner.on_sent(move)
 
     def on_ready(self, peer: Peer, msg: MoveReady, now: float) -> None:
-        """Have a request paused that the other instance is ready to continue."""
+        """Have the owner pause the request: the other instance is ready to continue it."""
         move = self.of(peer, msg.handover)
         if move is not None:
             move.owner.on_ready(move, msg.handover, self._now)
@@ -174,19 +182,22 @@ class MigrationRooms:
     # --- the ways out ---
 
     def on_refused(self, peer: Peer, msg: MoveRefused, now: float) -> None:
-        """Fail a migration that the other instance refuses."""
+        """Fail a migration that the other instance has refused or given up. It is not told."""
         move = self.of(peer, msg.handover)
         if move is not None and move.state is not MigrationState.DRAINING:
             self.fail(move, f"the other instance does not take it: {shown(msg.reason, REASON_CHARS)}", tell=False)
 
     def on_too_long(self, peer: Peer, msg: MoveOffer | MoveCommit) -> None:
-        """Fail a migration with a message that exceeds the peer's frame limit."""
+        """Fail a migration, since its message was not sent: it exceeds the peer's frame limit."""
         move = self.of(peer, msg.handover)
         if move is not None:
             self.fail(move, "its tokens or logprobs are more than one message may hold")
 
     def on_abort(self, peer: Peer, msg: Abort, now: float) -> None:
-        """Fail a migration that the other instance aborts, and acknowledge it when nothing is written any more."""
+        """Fail a migration that the other instance aborts.
+
+        The abort is acknowledged when nothing is written there any more: at once if nothing is being sent.
+        """
         move = self.of(peer, msg.handover)
         if move is None or (move.push is None and move.hold is None):
             peer.send(AbortAck(peer.epoch, msg.handover))
@@ -201,16 +212,20 @@ class MigrationRooms:
             self.fail(move, f"the other instance is gone: {peer.reason}")
 
     def pinned(self) -> list[KVHold]:
-        """Return memory that the worker may still read."""
+        """Return the holds of memory that the worker reads, or will read, for migrations."""
         holds = [move.push.hold if move.push is not None else move.hold for move in self._migrations]
         return [hold for hold in holds if hold is not None]
 
     def info(self, now: float) -> list[dict[str, Any]]:
-        """Return the open migrations for ``/transfers``."""
+        """Return the open migrations and KV returns for ``/transfers``, JSON-ready."""
         return [move.info(now) for move in self._migrations]
 
     def fail(self, move: Migration, reason: str, *, tell: bool = True) -> None:
-        """End a migration without success. ``tell``: notify the peer, if it knows of the migration."""
+        """End a migration without success. If the worker pushes its KV, order it to cancel that and wait for its
+        answer.
+
+        ``tell``: notify the peer, if it knows of the migration. Do nothing if the migration has failed already.
+        """
         if move.state is MigrationState.DRAINING:
             return
         state, move.state, move.reason = move.state, MigrationState.DRAINING, reason
@@ -226,7 +241,7 @@ class MigrationRooms:
         self.forget(move)
 
     def forget(self, move: Migration) -> None:
-        """Drop a migration that is over, and acknowledge the peer's abort."""
+        """Remove a migration that is over, and acknowledge the peer's abort if it waits for that."""
         self._migrations.remove(move)
         move.owner.on_over(move)
         if move.handover is not None:
@@ -235,6 +250,6 @@ class MigrationRooms:
                 move.peer.send(AbortAck(move.peer.epoch, move.handover))
 
     def _let_go_of(self, hold: KVHold) -> None:
-        """Unpin the memory of a migration, which the worker does not read any more."""
+        """Unpin the memory of a migration, and its window pages: the worker does not read them any more."""
         self._scheduler.memory.pinned.let_window_go(hold)
         self._scheduler.memory.pinned.unpin(hold)

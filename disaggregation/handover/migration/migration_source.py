@@ -79,7 +79,10 @@ class MigrationSource:
     # --- starting a migration ---
 
     def move_all(self, to: Iterable[tuple[str, int]]) -> None:
-        """Migrate all requests, as soon as each one can leave, to the instances behind these bootstrap addresses."""
+        """Set the bootstrap addresses (host, port) to which all requests migrate, in rotation; ``advance`` starts them.
+
+        Each request migrates as soon as it can be offered. Without addresses, no more migrations start.
+        """
         self._targets = deque(to)
 
     def _move_more(self, now: float) -> None:
@@ -91,7 +94,9 @@ class MigrationSource:
                 self._begin(None, req, host, port, now)
 
     def migrate(self, ask: MigrateReq, now: float) -> None:
-        """Migrate a request. The answer is sent when it has moved or cannot be moved."""
+        """Begin to migrate a request. The answer to ``ask`` is sent when it has moved, or with 409 when it cannot be
+        moved.
+        """
         self._set_time(now)
         req = self._scheduler.reqs.get(ask.rid)
         if req is None:
@@ -137,9 +142,9 @@ class MigrationSource:
 
     @staticmethod
     def _can_leave(req: Req) -> bool:
-        """Return whether a request can be offered now.
+        """Return whether a request can be offered to another instance now.
 
-        A running one needs output; a waiting one must have no memory and nothing pending in a step.
+        A running one needs output; a waiting one must have no memory and no token pending in a step.
         """
         if req.state is ReqState.RUNNING:
             return bool(req.output_len)
@@ -148,7 +153,7 @@ class MigrationSource:
     # --- MigrationOwner ---
 
     def on_reached(self, move: Migration, now: float) -> None:
-        """Offer the request, if it can leave now."""
+        """Offer the request to the connected peer if it can leave now; otherwise a later tick tries again."""
         req, peer = move.req, move.peer
         if not self._can_leave(req):
             return
@@ -165,17 +170,22 @@ class MigrationSource:
         peer.send(MoveOffer(peer.epoch, handover, running, move.kv_len))
 
     def on_sent(self, move: Migration) -> None:
-        """Do nothing: ``MoveReady`` is next."""
+        """Do nothing: the other instance sends ``MoveReady`` when it can continue the request."""
 
     def on_ready(self, move: Migration, handover: HandoverId, now: float) -> None:
-        """Pause the request here: the other instance is ready to continue it."""
+        """Pause the request here, as the other instance is ready to continue it. ``advance`` sends the rest of its
+        state.
+        """
         if move.state is MigrationState.LANDING or (move.state is MigrationState.OFFERED and not move.kv_len):
             move.state, move.pause = MigrationState.FREEZING, Pause(handover, now)
             move.deadline = now + COMMIT_SECONDS
             self._scheduler.peer_requests.hold_back(move.req)
 
     def on_failed(self, move: Migration, state: MigrationState, reason: str) -> None:
-        """Continue a paused request here, and answer the question."""
+        """Continue the request here if it was paused, and answer the order to migrate it with 409 and ``reason``.
+
+        If all requests migrate, the next instance is tried a little later.
+        """
         del self._moves[move.req.rid]
         self.failed += 1
         log.info("it is not moved: %s", reason, extra={"rid": move.req.rid})
@@ -214,7 +224,7 @@ class MigrationSource:
         peer.send(commit)
 
     def on_taken(self, peer: Peer, msg: MoveTaken, now: float) -> None:
-        """End the request here: the other instance has taken it over."""
+        """End the request here, since the other instance has taken it over, and tell its client where it continues."""
         move = self.rooms.of(peer, msg.handover)
         if move is None or move.pause is None or move.state is not MigrationState.COMMITTED:
             return
@@ -230,7 +240,7 @@ class MigrationSource:
         self._answer(move, MigrateResult(paused_ms))
 
     def cancel(self, req: Req, reason: str) -> None:
-        """Fail the migration of a request that ended here."""
+        """Fail the migration of a request that has ended here for ``reason``. Do nothing if it has no migration."""
         move = self._moves.get(req.rid)
         if move is not None and move.req is req:
             self.rooms.fail(move, f"the request has ended: {reason}")

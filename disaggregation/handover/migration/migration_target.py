@@ -99,7 +99,10 @@ class MigrationTarget:
         return {MoveOffer: self.on_offer, MoveCommit: self.on_commit, MoveRefused: self.on_refused}
 
     def on_offer(self, peer: Peer, msg: MoveOffer, now: float) -> None:
-        """Accept or refuse a request, or a finished request's KV, that another instance offers."""
+        """Admit a request, or a finished request's KV, that another instance offers, and ask for its KV.
+
+        A request without KV is ready to run at once. If it is refused, the other instance is told why.
+        """
         self._now = now
         problem = self._problem(msg)
         taken: Req | str = problem if problem is not None else self._admit(peer, msg, now)
@@ -156,9 +159,10 @@ class MigrationTarget:
         """Do nothing: the lookup of its prompt was counted where it came in."""
 
     def landed(self, receiver: KVReceiver, there: Timing, now: float) -> None:
-        """Send ``MoveReady`` to the source of an arriving request: its KV is complete and verified here.
+        """Tell the other instance that its request, the KV of which is here and verified, can run here (``MoveReady``).
 
-        If the KV of a finished request came back, keep it in the prefix cache and end its request instead.
+        If the KV of a finished request came back, keep it in the prefix cache and end its request instead. ``there`` is
+        not used.
         """
         req = receiver.req
         req.computed = receiver.length
@@ -173,9 +177,9 @@ class MigrationTarget:
         self._scheduler.leave(req, ReqState.MOVED)
 
     def lost(self, receiver: KVReceiver, status: int, reason: str, now: float) -> None:
-        """Drop the arriving request because its KV will not come, and send ``MoveRefused`` to its source.
+        """Drop the arriving request because its KV will not come, and send ``MoveRefused`` to the other instance.
 
-        A migrating request continues at the source. Does nothing if the request is no arrival any more.
+        A migrating request continues there. Do nothing if the request is no arrival any more. ``status`` is not used.
         """
         arrival = self._by_req(receiver.req)
         if arrival is not None:
@@ -188,7 +192,10 @@ class MigrationTarget:
     # --- the other instance goes on ---
 
     def on_commit(self, peer: Peer, msg: MoveCommit, now: float) -> None:
-        """Start a request that is paused at the other instance, with the rest of its state."""
+        """Start a request that is paused at the other instance, with the rest of its state, and confirm that.
+
+        If its state is invalid, or the request is not known or not ready here, refuse it: it then continues there.
+        """
         self._now = now
         arrival = self._of(peer, msg.handover)
         if arrival is None or not arrival.ready:
@@ -237,24 +244,24 @@ class MigrationTarget:
     # --- the ways out ---
 
     def on_refused(self, peer: Peer, msg: MoveRefused, now: float) -> None:
-        """Drop a request that stays at the other instance or has ended."""
+        """Drop an arriving request, since the other instance keeps it or it has ended there."""
         arrival = self._of(peer, msg.handover)
         if arrival is not None:
             self._drop(arrival, shown(msg.reason, REASON_CHARS), tell=False)
 
     def on_gone(self, peer: Peer) -> None:
-        """Drop the requests of an instance that is gone."""
+        """Drop all requests that are arriving from ``peer``, an instance that is gone."""
         for arrival in [a for a in self._arrivals.values() if a.peer is peer]:
             self._drop(arrival, f"the other instance is gone: {peer.reason}", tell=False)
 
     def cancel(self, req: Req, reason: str) -> None:
-        """Drop a request that ended here."""
+        """Drop an arriving request that has ended here for ``reason``, and tell the other instance."""
         arrival = self._by_req(req)
         if arrival is not None:
             self._drop(arrival, reason)
 
     def advance(self, now: float) -> None:
-        """Drop requests that were not committed by their deadline."""
+        """Drop requests that are ready here and that the other instance did not commit by their deadline."""
         self._now = now
         for arrival in [a for a in self._arrivals.values() if a.ready and now > a.deadline]:
             self._drop(arrival, f"it was not let go of within {READY_SECONDS:.0f} s")
@@ -264,7 +271,10 @@ class MigrationTarget:
         self._receivers.cancel(arrival.req, reason)
 
     def _forget(self, arrival: Arrival, reason: str, *, tell: bool) -> None:
-        """End a request that does not run here. The other processes of this instance have not heard of it."""
+        """End an arriving request, which does not run here. ``tell``: send the other instance ``reason``.
+
+        The other processes of this instance have not heard of the request.
+        """
         del self._arrivals[arrival.handover]
         self.failed += not arrival.keep
         req = arrival.req
@@ -287,7 +297,7 @@ class MigrationTarget:
         return next((a for a in self._arrivals.values() if a.req is req), None)
 
     def info(self, now: float) -> list[dict[str, Any]]:
-        """Return the requests that are ready, for ``/transfers``. The others are listed by ``ReceiverTable``."""
+        """Return the requests that are ready to run here, for ``/transfers``. ``ReceiverTable`` lists the others."""
         return [
             {
                 "direction": "arriving",

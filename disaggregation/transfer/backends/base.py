@@ -123,17 +123,20 @@ class TransferBackend(ABC):
     can = Capabilities()
 
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:  # noqa: B027
-        """Allow ``peer``, and no other, to write ``pages`` of one of our pools for ``handover``."""
+        """Allow ``peer``, and no other peer, to write ``pages`` of our pool ``group`` for ``handover``.
+
+        The base class does nothing: without grants, a peer that may write at all may write anywhere.
+        """
 
     def note_checksums_in(self, peer: str, handover: HandoverId, landed: PageChecksums) -> None:
-        """Record the checksums of what ``peer`` writes for ``handover`` in ``landed``, since it ends up on a device.
+        """Note the checksums of all that ``peer`` will write for ``handover`` in ``landed``; it ends up on a device.
 
-        Called before the hand-over's first grant. Raises ``RegionError`` if the backend can't write to a device.
+        Called before the hand-over's first grant. The base class raises ``RegionError``: it can't write to a device.
         """
         raise RegionError(f"{type(self).__name__} can't write to a device")
 
     def revoke(self, peer: str, handover: HandoverId) -> None:  # noqa: B027
-        """Withdraw the permission of ``peer`` to write pages for ``handover``."""
+        """End the permission of ``peer`` to write pages for ``handover``. The base class does nothing."""
 
     @abstractmethod
     def register(self, groups: Sequence[PageGroup]) -> bytes:
@@ -144,15 +147,15 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def connect(self, peer: str, metadata: bytes) -> None:
-        """Start to open the outgoing link, which admits the peer too; ``LinkUp`` or ``ConnectFailed`` follows.
+        """Start to open the outgoing link to ``peer``, which also admits it. ``LinkUp`` or ``ConnectFailed`` follows.
 
-        A peer that is connected already gets ``LinkUp`` at once. While the links to the peer are still going down, the
-        attempt waits for its ``LinkDown``.
+        ``metadata``: what the peer's ``register`` returned. For a peer that is connected already, ``LinkUp`` follows at
+        once. While the links to it are going down, the attempt waits for its ``LinkDown``.
         """
 
     @abstractmethod
     def admit(self, peer: str) -> None:
-        """Let a peer open an incoming link again after its link went down.
+        """Let a peer open an incoming link, which is refused after its link went down.
 
         ``Admitted`` or ``ConnectFailed`` follows.
         """
@@ -166,7 +169,7 @@ class TransferBackend(ABC):
         """
 
     def lands_on_device(self, peer: str) -> bool:
-        """Return whether a write to a connected peer lands in its pool on a device at once."""
+        """Return whether writes to a connected peer go directly into a pool on a device. Here they never do."""
         return False
 
     @abstractmethod
@@ -175,16 +178,17 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """Close both links; one ``LinkDown`` follows, also for a peer without links.
+        """Close both links to ``peer``. One ``LinkDown`` follows, also for a peer without links.
 
         It may be late: if only the writer can end its access, it waits until the writer does so or dies.
         """
 
     @abstractmethod
     def progress(self, timeout: float | None) -> list[LinkEvent]:
-        """Do the I/O that is possible. Return which links came up, went down or failed, and which peers were admitted.
+        """Do the I/O that is possible, and return the events since the last call: links up, down or failed, peers
+        admitted.
 
-        Waits up to ``timeout`` seconds for some (None: for ever).
+        Wait up to ``timeout`` seconds for something to do (None: for ever).
         """
 
     @abstractmethod
@@ -193,4 +197,4 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close everything at once, without events. The pools' memory stays open."""
+        """Close all links and sockets at once, without events. The pools' memory stays."""

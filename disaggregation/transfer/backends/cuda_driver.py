@@ -65,7 +65,10 @@ class CudaError(Exception):
 
 
 def load_driver() -> Callable[[int], IpcDriver]:
-    """Load NVIDIA's driver and return a function that makes the ``IpcDriver`` of a device. Raises ``ImportError``."""
+    """Load NVIDIA's driver, and return a function that opens the ``IpcDriver`` of a device by its number.
+
+    Raises ``ImportError`` if the driver is not installed.
+    """
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as e:

@@ -122,9 +122,9 @@ class CudaIpcBackend(SocketBackend):
         return self._driver
 
     def _exports(self) -> tuple[bytes, list[Export]]:
-        """Return the device and where the pools are now.
+        """Return the device's UUID, and the IPC handle and offset of each pool as they are now.
 
-        Memory that was given back and taken again has another address.
+        They change when memory is released and resumed. Raises ``LinkLost``.
         """
         try:
             return self._gpu.device, [self._gpu.export(g.region.address, g.region.nbytes) for g in self.groups]

@@ -34,7 +34,9 @@ class Grants:
         self._last = NOBODY
 
     def grant(self, writer: Writer, pages: I32) -> None:
-        """Allow ``writer``, and no other, to write ``pages``. Its earlier grants remain."""
+        """Allow ``writer`` to write ``pages`` besides what it may write already. Other writers may not write them any
+        more.
+        """
         known = self._grants.get(writer)
         if known is None:
             self._last += 1

@@ -13,9 +13,9 @@ from .link import IncomingLink, LinkPhase, OutgoingLink
 
 
 def greet(link: OutgoingLink, epoch: str, then: Callable[[], None]) -> None:
-    """Send the greeting of the writer ``epoch``, and call ``then`` when the owner has let the link in.
+    """Send the writer's greeting on a new link, and call ``then`` later, when the owner has accepted the link.
 
-    The read of the answer raises ``LinkLost`` if the owner refuses the link.
+    ``epoch``: the writer's own. The read of the answer raises ``LinkLost`` if the owner refuses the link.
     """
 
     def on_answer(body: bytearray) -> None:
@@ -40,8 +40,10 @@ def read_greeting(
     why_not: Callable[[str], str],
     then: Callable[[bytes], None],
 ) -> None:
-    """Wait for the greeting of a writer to the pools of ``epoch``, and call ``then`` with the link's means.
+    """Have the greeting of a writer read and answered on a new link; ``then`` is called later with what the answer
+    needs.
 
+    That is the description of how to write, which the caller sends. ``epoch`` and ``secret``: those of the owner.
     ``why_not`` returns why a writer may not write now, or "". The read raises ``LinkLost`` if the greeting is refused.
     """
 

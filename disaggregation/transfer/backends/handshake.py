@@ -72,7 +72,10 @@ _ANSWER = msgspec.msgpack.Decoder(GreetingAnswer)
 
 
 def decode_offer(metadata: bytes, backend: str, peer: str) -> Offer:
-    """Decode the offer of ``peer`` from its backend metadata. Raises ``BadMetadata``."""
+    """Decode the offer of ``peer`` from its backend metadata.
+
+    Raises ``BadMetadata`` if it is invalid, or of another backend or instance.
+    """
     try:
         offer = decode(_OFFER, metadata, MAX_BODY)
     except UndeclaredMessage as e:
@@ -91,7 +94,7 @@ def decode_offer(metadata: bytes, backend: str, peer: str) -> Offer:
 
 
 def judge(greeting: Greeting, epoch: str, secret: bytes) -> str:
-    """Return why the receiver ``epoch`` must refuse this greeting, or ""."""
+    """Return why the pool owner ``epoch`` with this ``secret`` must refuse a greeting; "" if it may accept it."""
     if greeting.version != WIRE_VERSION:
         return f"it speaks version {greeting.version} of the transfer protocol, this instance {WIRE_VERSION}"
     if greeting.receiver != epoch:
@@ -104,7 +107,7 @@ def judge(greeting: Greeting, epoch: str, secret: bytes) -> str:
 
 
 def frame(message: Greeting | GreetingAnswer) -> bytes:
-    """Encode ``message`` with its length in front."""
+    """Return the encoded ``message`` with its length in front, as it is sent."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
@@ -118,7 +121,7 @@ def body_length(prefix: bytearray, most: int = MAX_BODY) -> int:
 
 
 def decode_greeting(body: bytearray) -> Greeting:
-    """Decode a greeting. Raises ``LinkLost`` for anything else."""
+    """Decode a writer's greeting. Raises ``LinkLost`` for any other bytes."""
     try:
         return decode(_GREETING, body, MAX_BODY)
     except UndeclaredMessage as e:
@@ -126,7 +129,7 @@ def decode_greeting(body: bytearray) -> Greeting:
 
 
 def decode_answer(body: bytearray) -> GreetingAnswer:
-    """Decode an answer. Raises ``LinkLost`` for anything else."""
+    """Decode the owner's answer to a greeting. Raises ``LinkLost`` for any other bytes."""
     try:
         return decode(_ANSWER, body, MAX_BODY + MAX_MEANS)
     except UndeclaredMessage as e:

@@ -30,32 +30,41 @@ class IpcDriver(Protocol):
         ...
 
     def export(self, address: int, nbytes: int) -> Export:
-        """Export memory of the device until it is freed.
+        """Return a handle by which another process can map the memory at ``address``, valid until it is freed.
 
-        Raises ``RegionError`` for memory that no other process may open.
+        Raises ``RegionError`` for memory that no other process may map.
         """
         ...
 
     def why_not(self, device: bytes) -> str:
-        """Return why this device can't write the memory of ``device`` (perhaps its own), or "" if it can."""
+        """Return why this device can't write the memory of the device named ``device`` (perhaps itself), or "" if it
+        can.
+        """
         ...
 
     def open(self, handle: bytes) -> int:
-        """Map an allocation of another process's; returns its address here. Raises ``LinkLost``."""
+        """Map an allocation of another process by its handle, and return its address in this process. Raises
+        ``LinkLost``.
+        """
         ...
 
     def shut(self, address: int) -> None:
-        """Unmap what ``open`` gave. Raises ``LinkLost``."""
+        """Unmap the allocation at ``address``, which ``open`` returned. Raises ``LinkLost``."""
         ...
 
     def copy(self, pieces: Sequence[DeviceCopy]) -> Any:
-        """Queue copies; returns what ``is_done`` is asked with, until it says yes. Raises ``LinkLost``."""
+        """Queue copies, and return a ticket for ``is_done``, which is to be asked until it returns True. Raises
+        ``LinkLost``.
+        """
         ...
 
     def is_done(self, ticket: Any) -> bool:
-        """Return whether every byte of the copies is visible to any reader. Raises ``LinkLost``."""
+        """Return whether the copies of ``ticket`` are complete, every byte visible to any reader; never wait.
+
+        The ticket is not valid any more after True. Raises ``LinkLost`` if a copy failed.
+        """
         ...
 
     def close(self) -> None:
-        """Give up what this has made."""
+        """Release the driver's own objects on the device, such as its stream. This may wait."""
         ...

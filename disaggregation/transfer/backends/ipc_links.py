@@ -125,7 +125,7 @@ class IpcReader(IncomingLink):
 
     @property
     def is_held(self) -> bool:
-        """Whether the writer may have access, for all that is known of it."""
+        """Whether the writer may still have access to the pool: it has said that it maps it, or may yet say so."""
         return self.write_requests.maps or not self.stream.is_over
 
     def stalled_at(self) -> float | None:
@@ -212,7 +212,10 @@ class _Copies:
         return bool(self._tickets)
 
     def settle(self) -> bool:
-        """Wait for all of them; False where their end can't be known."""
+        """Wait for all copies, at most ``SETTLE_SECONDS``. Return whether they have ended.
+
+        Return False if that cannot be known, as after an error of the driver.
+        """
         until = time.monotonic() + SETTLE_SECONDS
         try:
             while self._tickets and time.monotonic() < until:
@@ -284,11 +287,11 @@ class IpcWriter(OutgoingLink):
 
     @property
     def is_copying(self) -> bool:
-        """Return whether the device has copies with an end that is not known yet."""
+        """Whether the device has copies of this link that are not known to be complete."""
         return self._copies.under_way
 
     def look(self) -> None:
-        """Say what has been written. Raises ``LinkLost``."""
+        """Report the writes that are complete to the peer. Raises ``LinkLost`` if a copy failed."""
         if self._write_requests is not None:
             self._write_requests.look()
 
@@ -307,7 +310,7 @@ class IpcWriter(OutgoingLink):
             self._let_go_fd = None
 
     def _unmap(self) -> bool:
-        """Unmap the peer's pools, and return whether nothing can be written any more.
+        """Unmap the peer's pools, and return whether it is certain that nothing is written to them any more.
 
         If it returns False, the peer waits for the end of this process.
         """

@@ -83,7 +83,7 @@ class Endpoint(ABC):
     end: bytes
 
     def look(self) -> None:  # noqa: B027
-        """Let the library process writes that have arrived. Raises ``LinkLost``."""
+        """Let the library process writes that have arrived. The base class does nothing. Raises ``LinkLost``."""
 
     @abstractmethod
     def close(self) -> None:
@@ -98,15 +98,22 @@ class Initiator(ABC):
 
     @abstractmethod
     def is_ready(self) -> bool:
-        """Return whether the library has reached the peer."""
+        """Return whether the library has reached the peer, so that it can write."""
 
     @abstractmethod
     def start(self, pages: PageWrite) -> Any:
-        """Begin to write, and return a token for ``has_landed``. It is valid until ``has_landed`` returns True."""
+        """Begin to write pages to the peer's pool, and return a token for ``has_landed``.
+
+        It is valid until ``has_landed`` returns True.
+        """
 
     @abstractmethod
     def fill(self, group: int, spans: Spans, there: int) -> Any:
-        """Begin to write pieces of one of our pools consecutively to a peer's address; return a token as ``start``."""
+        """Begin to write the pieces ``spans`` of our pool ``group``, one after the other, to the peer's address
+        ``there``.
+
+        Return a token for ``has_landed``, which is valid until that returns True.
+        """
 
     @abstractmethod
     def has_landed(self, write: Any) -> bool:
@@ -118,7 +125,7 @@ class Initiator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Abandon everything that is under way."""
+        """Abandon all writes under way, and release the library's objects."""
 
 
 class LeasedBackend(SocketBackend):
@@ -150,7 +157,7 @@ class LeasedBackend(SocketBackend):
 
     @property
     def sources(self) -> list[MemoryRange]:
-        """Memory that is written to peers, by group."""
+        """Memory that is written to peers: the pool, or the sending slots, of each group."""
         return [
             MemoryRange(
                 group.region.address, group.region.nbytes, None if group.direct is None else group.direct.ordinal
@@ -160,7 +167,7 @@ class LeasedBackend(SocketBackend):
 
     @property
     def targets(self) -> list[MemoryRange]:
-        """Memory that peers write to."""
+        """Memory that peers write to: the pools, or the slabs if the pools are on a device and staged."""
         if self.slabs is not None:
             return [MemoryRange(self.slabs.address, len(self.slabs.memory))]
         return self.sources
@@ -192,14 +199,14 @@ class LeasedBackend(SocketBackend):
 
     @abstractmethod
     def endpoint(self) -> Endpoint:
-        """Create an endpoint for one peer. Raises ``LinkLost``."""
+        """Make the library object through which one peer writes to our pools. Raises ``LinkLost``."""
 
     @abstractmethod
     def _initiator(self, offer: Offer, means: EndpointInfo) -> Initiator:
-        """Create an initiator to one peer. Raises ``LinkLost``."""
+        """Make the library object through which we write to one peer's pools. Raises ``LinkLost``."""
 
     def info_of(self, endpoint: Endpoint) -> bytes:
-        """Return the encoded ``EndpointInfo`` of a peer's endpoint."""
+        """Return the encoded ``EndpointInfo``, which a peer needs to write through ``endpoint``."""
         addresses = [memory.address for memory in self.targets]
         if self.slabs is None:
             # The test write goes into page 0, which is padding.
@@ -210,9 +217,10 @@ class LeasedBackend(SocketBackend):
         return msgspec.msgpack.encode(EndpointInfo(endpoint.end, addresses, contact, self.slabs.nbytes))
 
     def initiator_to(self, offer: Offer, packed: bytes) -> tuple[Initiator, EndpointInfo]:
-        """Create the initiator to a peer, and return it with the decoded ``EndpointInfo``.
+        """Make the library object through which we write to the peer of ``offer``, and return it with the decoded
+        ``packed``.
 
-        ``packed`` is the ``EndpointInfo`` that the peer sent. Raises ``LinkLost``.
+        ``packed`` is the ``EndpointInfo`` that the peer sent. Raises ``LinkLost``, also if that is invalid.
         """
         try:
             means = decode(_MEANS, packed, MAX_MEANS)
@@ -260,7 +268,7 @@ class LeasedBackend(SocketBackend):
         return most if left is None or (most is not None and most < left) else left
 
     def _attention(self) -> float | None:
-        """Return the seconds after which the library must be polled again, or None if it need not be."""
+        """Return the seconds after which the library must be polled again, or None if it need not be polled."""
         if any(link.phase is LinkPhase.OPENING for link in self._links):
             return OPENING_SECONDS
         endpoints = [link for link in self._links if isinstance(link, LeaseReader)] if self.polls_endpoints else []
@@ -303,7 +311,7 @@ class LeaseReader(IncomingLink):
             self._slabs.read()
 
     def look(self) -> None:
-        """Let the library process writes that have arrived.
+        """Let the library process writes that have arrived, and answer those that filled slabs.
 
         Raises ``LinkLost``, also if a batch for the slabs has waited too long for a grant.
         """
@@ -313,17 +321,17 @@ class LeaseReader(IncomingLink):
             self._slabs.look()
 
     def granted(self) -> None:
-        """Continue a write that may have waited for a grant."""
+        """Continue the writes that wait for a grant, as far as they are granted by now."""
         if self._slabs is not None:
             self._slabs.granted()
 
     def next_slab(self, staged: StagedWrite) -> None:
-        """Give the next slab to ``staged``, which is first in line."""
+        """Give the next slab to the write ``staged``, which is the first of those that wait for one."""
         if self._slabs is not None:
             self._slabs.next_slab(staged, in_turn=True)
 
     def is_writing(self, writer: Writer) -> bool:
-        """Return whether pages of a hand-over may be under way through slabs."""
+        """Return whether pages of the hand-over ``writer`` may be under way through slabs of this link."""
         return self._slabs is not None and self._slabs.is_writing(writer)
 
     def stalled_at(self) -> float | None:
@@ -380,7 +388,7 @@ class LeaseWriter(OutgoingLink):
         return handle
 
     def look(self) -> None:
-        """Mark the writes that have landed as done."""
+        """Mark the writes that have arrived in the peer's memory as done. Raises ``LinkLost`` if one has failed."""
         assert self._initiator is not None
         if self._slabs is not None:
             self._slabs.look()

@@ -25,11 +25,15 @@ class Filler(Protocol):
     """Interface to the library object that fills slabs; see ``leased_backend.Initiator``."""
 
     def fill(self, group: int, spans: Spans, there: int) -> Any:
-        """Begin to write pieces of one of our pools consecutively to an address of the peer's."""
+        """Begin to write the pieces ``spans`` of our pool ``group``, one after the other, to the peer's address
+        ``there``.
+
+        Return a token for ``has_landed``.
+        """
         ...
 
     def has_landed(self, write: Any) -> bool:
-        """Return whether every byte has arrived."""
+        """Return whether every byte of ``write``, a token of ``fill``, has arrived in the peer's memory; never wait."""
         ...
 
 
@@ -50,13 +54,16 @@ class SlabReader(WriteRequestReader):
         self.next_slab(staged)
 
     def next_slab(self, staged: StagedWrite, *, in_turn: bool = False) -> None:
-        """Give the writer a slab for its next pages, or queue ``staged`` for one."""
+        """Tell the writer of ``staged`` which slab to fill next, or queue ``staged`` if no slab is free.
+
+        ``in_turn``: it is the first of those that wait.
+        """
         slab = self._receive_buffers.take_slab(self._link, staged, in_turn=in_turn)
         if slab is not None:
             self._give_leave(LeaseMessage.SLAB, staged.batch, self._slabs.offset_of(slab), len(staged.part))
 
     def close(self) -> None:
-        """Release all slabs of this link."""
+        """Free all slabs of this link, and drop its batches."""
         super().close()
         self._receive_buffers.leave(self._link)
         for staged in self._passing.values():

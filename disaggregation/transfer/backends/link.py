@@ -42,15 +42,21 @@ class Link:
 
     @property
     def paused(self) -> bool:
-        """Whether reading from the connection is suspended."""
+        """Whether reading from the connection is suspended. In this base class it never is."""
         return False
 
     def stalled_at(self) -> float | None:
-        """Return the ``deadline`` of an open link."""
+        """Return the time (``time.monotonic()``) at which an open link ends if the peer stays silent.
+
+        Return None if the peer owes us nothing, as always in this base class.
+        """
         return None
 
     def overdue(self, now: float, handshake_seconds: float, stall_seconds: float) -> str | None:
-        """Return why the link must end if its ``deadline`` has passed. ``…_seconds``: the waits that led to it."""
+        """Return why the link must end because its ``deadline`` has passed at ``now``; None if it need not.
+
+        ``handshake_seconds`` and ``stall_seconds``: the time limits that set the deadline, for the message.
+        """
         if self.phase is LinkPhase.CLOSED or self.deadline is None or self.deadline > now:
             return None
         seconds = stall_seconds if self.phase is LinkPhase.OPEN else handshake_seconds
@@ -58,10 +64,12 @@ class Link:
         return f"the peer {why} (for {seconds:g} s)"
 
     def opened(self) -> None:
-        """Begin to use the link after the handshake. Raises ``LinkLost`` if it is unusable after all."""
+        """Begin to use the link after the handshake. Raises ``LinkLost`` if it is unusable. This base class does
+        nothing.
+        """
 
     def closed(self, reason: str) -> None:
-        """Release the link's resources after its connection was closed, for ``reason``."""
+        """Release the link's resources: its connection was closed for ``reason``. This base class does nothing."""
 
 
 class OutgoingLink(Link, ABC):
@@ -72,15 +80,18 @@ class OutgoingLink(Link, ABC):
         self.offer = offer
 
     def welcomed(self, means: bytes) -> None:
-        """Take the peer's description of how to write (``means``). Raises ``LinkLost`` if it is unusable."""
+        """Take in ``means``, the peer's description of how to write. Raises ``LinkLost`` if it is unusable.
+
+        This base class ignores it.
+        """
 
     def is_ready(self) -> bool:
-        """Return whether the link can write now. Raises ``LinkLost`` if it never will."""
+        """Return whether the link can write now; in this base class always. Raises ``LinkLost`` if it never will."""
         return True
 
     @abstractmethod
     def write(self, pages: PageWrite) -> WriteHandle:
-        """Start to write pages that both pools have; see ``TransferBackend.write``."""
+        """Start to write pages that both pools have, and return a handle for the end of the write."""
 
 
 class IncomingLink(Link):
@@ -90,19 +101,23 @@ class IncomingLink(Link):
         super().__init__(stream, "", LinkPhase.GREETING)
 
     def welcome(self) -> bytes:
-        """Prepare for the peer's writes, and return the description of how to write. Raises ``LinkLost``."""
+        """Prepare for the peer's writes, and return the description of how to write, b"" in this base class.
+
+        Raises ``LinkLost``.
+        """
         return b""
 
     def let_go(self) -> bool:
-        """End the writer's access. Return False if only the writer can; it has then been asked to.
+        """End the writer's access, and return True. Return False if only the writer can end it; it has then been asked
+        to.
 
-        May be called again.
+        May be called again. This base class has nothing to end.
         """
         return True
 
 
 def one_too_many(links: Iterable[Link], limit: int) -> IncomingLink | None:
-    """Return the connection that has waited longest for its greeting if ``limit`` or more wait, else None."""
+    """Return the link that has waited longest for its writer's greeting if ``limit`` or more wait, otherwise None."""
     strangers = [k for k in links if isinstance(k, IncomingLink) and k.phase is LinkPhase.GREETING]
     if len(strangers) < limit:
         return None
@@ -110,7 +125,10 @@ def one_too_many(links: Iterable[Link], limit: int) -> IncomingLink | None:
 
 
 def seconds_left(deadlines: Iterable[float | None], timeout: float | None) -> float | None:
-    """Return the seconds until the next deadline, at most ``timeout`` (None: no limit)."""
+    """Return the seconds until the first of ``deadlines`` (``time.monotonic()``, None: none), at most ``timeout``.
+
+    Return ``timeout``, which may be None for no limit, if there is no deadline.
+    """
     times = [t for t in deadlines if t is not None]
     if not times:
         return timeout

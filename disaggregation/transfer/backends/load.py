@@ -16,7 +16,10 @@ other instances reach it (None: the same host).
 
 
 def find_backend(name: str) -> MakeBackend:
-    """Return the constructor of backend ``name``. Raises ``UnknownBackend`` and ``BackendUnavailable``."""
+    """Import the transfer backend ``name`` and return its constructor.
+
+    Raises ``UnknownBackend``, or ``BackendUnavailable`` if a library is missing.
+    """
     spec = BACKENDS.get(name)
     if spec is None:
         raise UnknownBackend(f"no transfer backend {name!r}; there are {', '.join(BACKENDS)}")
@@ -31,7 +34,8 @@ def find_backend(name: str) -> MakeBackend:
 
 
 def make_backend(name: str, epoch: str, host: str, port: int = 0, advertise_host: str | None = None) -> TransferBackend:
-    """Create backend ``name`` of the instance ``epoch``. Backends without a network ignore ``host`` and ``port``.
+    """Make the transfer backend ``name`` of the instance ``epoch``. Backends without a network ignore ``host`` and
+    ``port``.
 
     ``port`` 0 takes a free one. Raises ``UnknownBackend`` and ``BackendUnavailable``.
     """

@@ -92,7 +92,7 @@ def _make_engine(place: str, memory: Sequence[MemoryRange]) -> Any:
 
 
 def _limit_accept(port: int) -> None:
-    """Let the library's listener look up now and then, so that it can be ended."""
+    """Set a short time limit on ``accept`` of the library's listener on ``port``, so that it can be ended."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):

@@ -48,7 +48,10 @@ SIOCGIFADDR = 0x8915
 
 
 def _load() -> tuple[Any, tuple[type[Exception], ...]]:
-    """Load the library and return it with its exception types. Raises ``ImportError``."""
+    """Load the NIXL library, and return it with the types of its exceptions. Raises ``ImportError``.
+
+    UCX is limited to TCP unless the environment says otherwise.
+    """
     os.environ.setdefault("UCX_TLS", TRANSPORTS)
     library, bindings = import_module("nixl_cu12._api"), import_module("nixl_cu12._bindings")
     logging.getLogger("nixl").setLevel(logging.ERROR)
@@ -152,7 +155,7 @@ class _NixlInitiator(Initiator):
         self._reached = False
 
     def _prepare(self, agent: Any, address: int, num_pages: int, page_bytes: int, device: int | None) -> Any:
-        """Prepare ``num_pages`` adjacent pages at ``address`` as a descriptor list of ``agent``."""
+        """Return ``num_pages`` adjacent pages from ``address`` on as a prepared descriptor list of ``agent``."""
         pages = np.array([[address, page_bytes, device or 0, page_bytes, num_pages]], dtype=np.uint64)
         return self._agent.prep_xfer_dlist(agent, pages, kind_of(device))
 
@@ -180,7 +183,7 @@ class _NixlInitiator(Initiator):
             raise LinkLost(f"NIXL did not take a write: {e}") from e
 
     def _parts(self, pages: PageWrite) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the addresses of some layers of pages here and at the peer, and their bytes."""
+        """Return the addresses of the layers to write, here and at the peer, and their bytes: one entry a piece."""
         group = self._groups[pages.group]
         here, there = group.spans(pages.src, pages.layers), group.spans(pages.dst, pages.layers)
         return here[:, 0] + group.region.address, there[:, 0] + self._addresses[pages.group], here[:, 1]
@@ -212,7 +215,7 @@ class _NixlInitiator(Initiator):
 
 
 def _pieces(addresses: Int64s, lengths: Int64s, device: int | None) -> npt.NDArray[np.uint64]:
-    """Return descriptors as an array [N, 3]: address, bytes, device."""
+    """Return NIXL's descriptors of memory as an array [N, 3]: address, bytes and device number (0 on the host)."""
     return np.stack((addresses, lengths, np.full_like(lengths, device or 0)), axis=1).astype(np.uint64)
 
 

@@ -12,12 +12,12 @@ from .handshake import Offer, OfferedGroup
 
 
 def offered(groups: Sequence[PageGroup]) -> list[OfferedGroup]:
-    """Return the description of our groups for peers."""
+    """Return the description of our page groups that an offer to peers carries."""
     return [OfferedGroup(group.num_pages, group.page_bytes, group.num_layers) for group in groups]
 
 
 def check_no_devices(groups: Sequence[PageGroup], backend: str) -> None:
-    """Raise ``RegionError`` for a pool on a device, which ``backend`` does not reach."""
+    """Raise ``RegionError`` if a pool is in device memory that ``backend`` would have to reach directly."""
     if any(group.direct is not None for group in groups):
         raise RegionError(
             f"the {backend} backend does not reach the memory of a GPU: have KV pass through the host's "
@@ -26,7 +26,7 @@ def check_no_devices(groups: Sequence[PageGroup], backend: str) -> None:
 
 
 def check_regions(groups: Sequence[PageGroup]) -> None:
-    """Raise ``RegionError`` for a group with a region that is not made of whole pages."""
+    """Raise ``RegionError`` if a group's region does not consist of whole pages."""
     for group in groups:
         nbytes, page_bytes = group.region.nbytes, group.page_bytes
         if page_bytes <= 0 or nbytes % page_bytes or page_bytes % group.num_layers:
@@ -34,7 +34,7 @@ def check_regions(groups: Sequence[PageGroup]) -> None:
 
 
 def check_offer(offer: Offer, groups: Sequence[PageGroup]) -> None:
-    """Raise ``BadMetadata`` if the peer's pages differ from ours in bytes or layers."""
+    """Raise ``BadMetadata`` if the peer's page groups differ from ours in bytes or layers of a page."""
     ours = [(group.page_bytes, group.num_layers) for group in groups]
     theirs = [(group.page_bytes, group.num_layers) for group in offer.groups]
     if ours != theirs:
@@ -42,7 +42,7 @@ def check_offer(offer: Offer, groups: Sequence[PageGroup]) -> None:
 
 
 def check_write(pages: PageWrite, groups: Sequence[PageGroup], offer: Offer) -> None:
-    """Raise ``BadPages`` for no pages, unequal numbers of them, or any that our pool or the peer's does not have."""
+    """Raise ``BadPages`` if a write names no pages, not as many here as there, or pages or layers that a pool lacks."""
     if len(pages.src) != len(pages.dst) or not len(pages.src):
         raise BadPages(f"{len(pages.src)} pages here for {len(pages.dst)} of peer {offer.epoch}")
     if not 0 <= pages.group < len(groups):

@@ -85,7 +85,7 @@ class StreamBackend(SocketBackend):
         return StreamReader(stream, self._receive_buffers, self.stall_seconds)
 
     def _advance(self) -> None:
-        """Let the writes that wait for a slab continue, in order, as long as slabs are free.
+        """Give free slabs to the writes that wait for one, in order, so that their links continue to read.
 
         Slabs become free by I/O or with the end of a link. The event of that end keeps the next tick from waiting.
         """
@@ -213,7 +213,9 @@ class StreamReader(IncomingLink):
         return self._staged is not None and self._staged.slab is None
 
     def granted(self) -> None:
-        """Read the pages that wait for a grant, if they are granted by now."""
+        """Read the pages of the batch that waits for its grant, if it is granted by now; otherwise pause the
+        connection.
+        """
         batch = self._ungranted
         if batch is None:
             return
@@ -231,7 +233,10 @@ class StreamReader(IncomingLink):
         self.stream.read(views, lambda: self._on_payload(batch.number, landed=True))
 
     def next_slab(self, staged: StagedWrite, *, in_turn: bool = False) -> None:
-        """Read as many pages of a staged batch as a slab takes, or wait for a slab."""
+        """Read as many pages of a staged batch as a slab takes, or pause the connection until a slab is free.
+
+        ``in_turn``: the batch is the first of those that wait.
+        """
         slab = self._receive_buffers.take_slab(self, staged, in_turn=in_turn)
         if slab is None:
             self.stream.pause()

@@ -31,15 +31,15 @@ class PeerLinks:
         return self.admit_next or self.connect_next is not None
 
     def admit_later(self, deadline: float) -> None:
-        """Admit the peer after its ``LinkDown``."""
+        """Have the peer admitted after its ``LinkDown``, if that comes until ``deadline``."""
         self.admit_next, self.next_deadline = True, deadline
 
     def connect_later(self, metadata: bytes, deadline: float) -> None:
-        """Connect to the peer after its ``LinkDown``."""
+        """Have the peer connected to, with ``metadata``, after its ``LinkDown``, if that comes until ``deadline``."""
         self.connect_next, self.next_deadline = metadata, deadline
 
     def drop_next(self) -> None:
-        """Begin nothing after the ``LinkDown``."""
+        """Have nothing done after the ``LinkDown``: undo ``admit_later`` and ``connect_later``."""
         self.admit_next, self.connect_next, self.next_deadline = False, None, None
 
 
@@ -53,11 +53,11 @@ class FencedEpochs:
         return epoch in self._epochs
 
     def add(self, epoch: str) -> None:
-        """Refuse an epoch from now on."""
+        """Refuse links of an epoch from now on. Beyond ``MAX_FENCED`` epochs, the oldest is forgotten."""
         self._epochs[epoch] = None
         if len(self._epochs) > MAX_FENCED:
             del self._epochs[next(iter(self._epochs))]
 
     def discard(self, epoch: str) -> None:
-        """Refuse an epoch no more."""
+        """Allow links of an epoch again. Unknown epochs are ignored."""
         self._epochs.pop(epoch, None)

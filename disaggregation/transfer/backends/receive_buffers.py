@@ -52,7 +52,7 @@ class Batch(NamedTuple):
 
     @property
     def is_granted(self) -> bool:
-        """Whether the pages may be written now."""
+        """Whether the hand-over may write all of the pages now."""
         return self.pool.grants.covers(self.writer, self.pages)
 
 
@@ -75,22 +75,25 @@ class StagedWrite:
         return self._staging.slabs.free > 0
 
     def take(self) -> memoryview | None:
-        """Take a slab and return it. Return None if none is free."""
+        """Take a free slab for this write, and return it; None if none is free."""
         self.slab = self._staging.slabs.take()
         return self.slab
 
     @property
     def part(self) -> I32:
-        """The next pages, as many as fit in a slab."""
+        """Pages that come next, as many as fit into a slab."""
         count = self._staging.slabs.slab_bytes // self.batch.pool.group.piece_bytes(self.batch.layers)
         return self.batch.pages[self.at : self.at + count]
 
     def filled(self, slab: memoryview) -> memoryview:
-        """Return the part of the slab that the next pages fill."""
+        """Return the first part of ``slab`` that the next pages fill."""
         return slab[: len(self.part) * self.batch.pool.group.piece_bytes(self.batch.layers)]
 
     def land(self, slab: memoryview) -> bool:
-        """Copy the filled slab's pages to the device, and release the slab. Return whether these were the last."""
+        """Copy the pages in the filled slab to the device, and free the slab. Return whether the batch is complete.
+
+        Their checksums are taken first.
+        """
         part, memory = self.part, self.filled(slab)
         spans = self.batch.pool.group.spans(part, self.batch.layers)
         self._landing.pass_on(memory)
@@ -109,7 +112,7 @@ class StagedWrite:
         return True
 
     def drop(self) -> None:
-        """Release the slab, if there is one."""
+        """Free the slab, if this write has one."""
         if self.slab is not None:
             self._staging.slabs.give(self.slab)
             self.slab = None
@@ -132,15 +135,17 @@ class ReceiveBuffers:
         self._landed: dict[Writer, PageChecksums] = {}
 
     def note(self, peer: str, handover: HandoverId, landed: PageChecksums) -> None:
-        """Record checksums of a hand-over in ``landed``; see ``TransferBackend.note_checksums_in``."""
+        """Have the checksums of all pages that ``peer`` writes for ``handover`` recorded in ``landed``."""
         self._landed[Writer(peer, handover.room, handover.attempt)] = landed
 
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int) -> None:
-        """Allow a peer to write pages; see ``TransferBackend.grant``."""
+        """Allow ``peer``, and no other peer, to write ``pages`` of pool ``group`` for ``handover``."""
         self.pools[group].grants.grant(Writer(peer, handover.room, handover.attempt), pages)
 
     def revoke(self, peer: str, handover: HandoverId) -> Writer:
-        """Withdraw a permission, and return its writer; see ``TransferBackend.revoke``."""
+        """End the permission of ``peer`` to write pages of any pool for ``handover``, and return the key of that
+        writer.
+        """
         writer = Writer(peer, handover.room, handover.attempt)
         self._landed.pop(writer, None)
         for pool in self.pools:
@@ -148,13 +153,13 @@ class ReceiveBuffers:
         return writer
 
     def staged(self, batch: Batch) -> StagedWrite:
-        """Return the staged write of a granted batch."""
+        """Make the staged write of a granted batch, which passes through slabs to the device. It has no slab yet."""
         return StagedWrite(batch, self._landed[batch.writer])
 
     def take_slab(self, link: Link, staged: StagedWrite, *, in_turn: bool) -> memoryview | None:
-        """Take a slab for ``staged`` and return it, or queue ``staged`` for one and return None.
+        """Take a slab for ``staged`` and return it. If none may be taken, queue ``staged`` for one and return None.
 
-        ``in_turn``: it is first in line. Otherwise it queues after the writes that wait, so that a large write does not
+        ``in_turn``: it is the first of those that wait. Otherwise it queues after them, so that a large write does not
         hold up others.
         """
         slab = staged.take() if in_turn or not self.line else None
@@ -163,16 +168,18 @@ class ReceiveBuffers:
         return slab
 
     def next_in_line(self) -> tuple[Link, StagedWrite] | None:
-        """Remove and return the first write in line, if a slab is free for it."""
+        """Remove and return the write that has waited longest for a slab, with its link; None if no slab is free or
+        none waits.
+        """
         return self.line.popleft() if self.line and self.line[0][1].can_take else None
 
     def leave(self, link: Link) -> None:
-        """Remove the waiting writes of a link that has ended."""
+        """Remove the writes of ``link``, which has ended, from those that wait for a slab."""
         waiting = [entry for entry in self.line if entry[0] is not link]
         self.line.clear()
         self.line.extend(waiting)
 
     def close(self) -> None:
-        """Release the pools' memory."""
+        """Release the views of the pools' memory; the pools themselves stay."""
         for pool in self.pools:
             pool.memory.release()

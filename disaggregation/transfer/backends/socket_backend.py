@@ -93,11 +93,17 @@ class SocketBackend(TransferBackend):
 
     @abstractmethod
     def _listen(self) -> tuple[socket.socket, Offer]:
-        """Return a listening socket and the ``_offer`` that describes it. Raises ``RegionError`` and ``OSError``."""
+        """Open the listener, and return it with the offer that tells peers how to reach it.
+
+        Raises ``RegionError`` and ``OSError``.
+        """
 
     @abstractmethod
     def _dial(self, offer: Offer) -> OutgoingLink:
-        """Start to connect. Raises ``OSError`` and ``TransferError``."""
+        """Start to connect to the peer of ``offer``, and return the link, in phase DIALLING.
+
+        Raises ``OSError`` and ``TransferError``.
+        """
 
     @abstractmethod
     def _unreachable(self, offer: Offer, reason: str) -> str:
@@ -105,13 +111,15 @@ class SocketBackend(TransferBackend):
 
     @abstractmethod
     def _accepted(self, sock: socket.socket) -> IncomingLink:
-        """Return the link of an accepted connection. Raises ``LinkLost`` if it is refused."""
+        """Make the link of an accepted connection. Raises ``LinkLost`` if the connection is refused."""
 
     def _advance(self) -> None:
-        """Advance work that does not depend on our own sockets."""
+        """Advance work that does not depend on our own sockets, once in each ``progress``. Here there is none."""
 
     def _noticed(self, data: object) -> None:
-        """Handle an event of something other than a link that a backend has the reactor watch."""
+        """Handle an event of a descriptor that is no link's and that a backend has the reactor watch. Here there is
+        none.
+        """
 
     def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
         link.stream.send([data])
@@ -203,7 +211,7 @@ class SocketBackend(TransferBackend):
     # Time
 
     def _until_deadline(self, timeout: float | None) -> float | None:
-        """Return the longest time to wait, in seconds: ``timeout`` or the next deadline."""
+        """Return how many seconds to wait for I/O: until the next deadline, at most ``timeout``; None for no limit."""
         if self._events:
             return 0.0
         due = [link.deadline for link in self._links] + [record.next_deadline for record in self._peers.values()]
@@ -221,14 +229,14 @@ class SocketBackend(TransferBackend):
                 self._give_up_next(peer, record, error)
 
     def _give_up_next(self, peer: str, record: PeerLinks, why: str) -> None:
-        """Cancel what was to begin after the ``LinkDown`` that is under way, and report it as failed."""
+        """Drop what was to begin after the awaited ``LinkDown`` of ``peer``, and report it as ``ConnectFailed``."""
         record.drop_next()
         self._events.append(ConnectFailed(peer, why))
 
     # Greetings
 
     def _dialled(self, link: OutgoingLink) -> None:
-        """Send our greeting on a connection that was dialled. Raises ``LinkLost`` if dialling failed."""
+        """Send our greeting on a connection that is made. Raises ``LinkLost`` if connecting has failed."""
         if error := link.stream.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise LinkLost(self._unreachable(link.offer, os.strerror(error)))
         greet(link, self.epoch, lambda: self._open_if_ready(link))
@@ -254,7 +262,10 @@ class SocketBackend(TransferBackend):
         link.opened()
 
     def _why_not(self, writer: str) -> str:
-        """Return why a writer with a valid greeting may not write now, or ""."""
+        """Return why a writer with a valid greeting may not write now, or "".
+
+        If it has an open link already, end that first: it was lost without notice.
+        """
         record = self._peers.get(writer)
         if record is not None and record.incoming is not None and record.reason is None:
             # The writer lost its link, and we had not noticed yet. Our LinkDown must come before it may write again.
@@ -274,7 +285,7 @@ class SocketBackend(TransferBackend):
             self._reactor.watch(link.stream.sock, link, read=True, write=link.stream.sending)
 
     def _serve(self, link: Link, readable: bool, writable: bool) -> None:
-        """Do a link's I/O. A failure ends only the links with this peer."""
+        """Send and receive on a link's socket. A failure ends the links with this peer, and no others."""
         if link.phase is LinkPhase.CLOSED:
             return  # closed by another link's event in the same round
         try:
@@ -292,7 +303,7 @@ class SocketBackend(TransferBackend):
             self._rewatch(link)
 
     def _carry_on(self, link: Link, do: Callable[[], None]) -> None:
-        """Call ``do`` for a link, and send what it queues. End the link on ``LinkLost``."""
+        """Call ``do``, which continues work on a link, and send what it queues. End the link on ``LinkLost``."""
         try:
             do()
             if link.stream.sending:
@@ -310,7 +321,10 @@ class SocketBackend(TransferBackend):
         link.closed(reason)
 
     def _lost(self, link: Link, reason: str) -> None:
-        """End a link that is gone or must end. If it was open, end the one in the other direction, too."""
+        """End a link that is gone or must end. If it was open, end the one in the other direction, too.
+
+        A link that was not open yet ends alone; an outgoing one is reported as ``ConnectFailed``.
+        """
         was_open = link.phase is LinkPhase.OPEN
         if isinstance(link, IncomingLink) and not was_open:
             self._refusals.add(f"a connection ended before it was welcome: {reason}")
@@ -334,7 +348,10 @@ class SocketBackend(TransferBackend):
         self._events.append(ConnectFailed(peer, error))
 
     def _part(self, peer: str, reason: str) -> None:
-        """Close both links with ``peer``, as far as this side can. ``LinkDown`` follows when both are down."""
+        """Close both links with ``peer``, as far as this side can, and refuse the peer until it is admitted.
+
+        ``LinkDown`` is reported when both are down, perhaps later. What was to begin after it then begins.
+        """
         record = self._peers.setdefault(peer, PeerLinks())
         self._fenced.add(peer)
         record.reason = record.reason or reason

@@ -52,7 +52,10 @@ class TcpBackend(StreamBackend):
 
 
 def set_buffers(sock: socket.socket) -> None:
-    """Ask for large buffers where the system grants them: a smaller grant would switch off its own growing ones."""
+    """Set large send and receive buffers, each only if the system grants the whole size.
+
+    A smaller buffer would be worse than none set: it switches off the kernel's own growing one.
+    """
     for option, name in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         limit = Path("/proc/sys/net/core", name)
         if limit.exists() and int(limit.read_text()) >= BUFFER_BYTES:

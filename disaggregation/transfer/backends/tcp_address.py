@@ -20,9 +20,9 @@ Prepare = Callable[[socket.socket], None]
 def listen(
     host: str, port: int, advertise_host: str | None, prepare: Prepare = lambda sock: None
 ) -> tuple[socket.socket, str, int]:
-    """Open a listener and return it with the address and port at which others reach it.
+    """Open a TCP listener, and return it with the address and port at which other instances reach it.
 
-    Raises ``RegionError`` and ``OSError``.
+    ``port`` 0 takes a free one. ``prepare`` sets up the socket before. Raises ``RegionError`` and ``OSError``.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -40,7 +40,10 @@ def listen(
 
 
 def dial(offer: Offer, prepare: Prepare) -> socket.socket:
-    """Start to connect. Raises ``OSError`` and ``BadMetadata``."""
+    """Start to connect to the place of ``offer``, and return the socket, which is not connected yet.
+
+    ``prepare`` sets it up before. Raises ``OSError`` and ``BadMetadata``.
+    """
     sock = socket.socket(address_family(offer), socket.SOCK_STREAM)
     try:
         prepare(sock)
@@ -52,7 +55,7 @@ def dial(offer: Offer, prepare: Prepare) -> socket.socket:
 
 
 def unreachable(offer: Offer, reason: str) -> str:
-    """Return the error message for the user when dialling failed because of ``reason``."""
+    """Return the error message for users after dialling a peer failed because of ``reason``, with what to check."""
     hint = (
         "it offers a loopback address: start it with a --host that this host can reach"
         if ipaddress.ip_address(offer.place).is_loopback
@@ -70,7 +73,10 @@ def address_family(offer: Offer) -> socket.AddressFamily:
 
 
 def reachable_address(bound: str) -> str:
-    """Return the address at which peers reach a socket that is bound to ``bound``, which may be "any"."""
+    """Return the IP address at which peers reach a socket bound to ``bound``.
+
+    For "any address" it is the one of the route out of this host, or loopback without such a route.
+    """
     address = ipaddress.ip_address(bound)
     if not address.is_unspecified:
         return bound
@@ -85,10 +91,10 @@ def reachable_address(bound: str) -> str:
 
 
 def advertised_address(name: str, listener: socket.socket) -> str:
-    """Return the address of ``name`` in the listener's family.
+    """Look up the IP address of ``name``, in the listener's family.
 
-    It is looked up here, since a connecting peer must not wait for a look-up. Raises ``RegionError`` if there is no
-    address, or only one of this host.
+    It is done here, since a connecting peer must not wait for a look-up. Raises ``RegionError``, and closes
+    ``listener``, if there is no address, or only a loopback one although the listener is on none.
     """
     try:
         found = socket.getaddrinfo(name, None, family=listener.family, type=socket.SOCK_STREAM)

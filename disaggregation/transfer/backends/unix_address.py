@@ -34,7 +34,10 @@ def listen() -> tuple[socket.socket, str]:
 
 
 def dial(place: str) -> socket.socket:
-    """Connect to a listener of this user's. Raises ``OSError`` and ``LinkLost``."""
+    """Connect to the listener ``place``, which must be of this user, and return the socket. It does not wait.
+
+    Raises ``OSError`` and ``LinkLost``.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
@@ -47,7 +50,7 @@ def dial(place: str) -> socket.socket:
 
 
 def check_user(sock: socket.socket) -> None:
-    """Raise ``LinkLost`` where the other end is another user's."""
+    """Raise ``LinkLost`` if the process at the other end of ``sock`` belongs to another user."""
     uid = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[1]
     if uid != os.getuid():
         raise LinkLost(f"user {uid} and user {os.getuid()} don't share KV pools")
@@ -71,7 +74,10 @@ def process_of(sock: socket.socket) -> int:
 
 
 def host_id() -> str:
-    """Return a name for the kernel and network namespace of this process. Outside of it no peer reaches our socket."""
+    """Return a text that identifies the kernel's start and network namespace of this process.
+
+    Peers with another one can't reach its Unix sockets.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
@@ -101,9 +107,9 @@ class DescriptorStream(Stream):
 
 
 def send_descriptors(sock: socket.socket, data: bytes, descriptors: list[int]) -> None:
-    """Send descriptors with ``data`` at once, since a descriptor can't be queued.
+    """Send descriptors with ``data`` on a new connection, at once, since a descriptor can't be queued.
 
-    A few bytes always fit into a new connection's buffer. Raises ``LinkLost``.
+    The few bytes always fit into its buffer. Raises ``LinkLost`` if the connection is broken.
     """
     try:
         socket.send_fds(sock, [data], descriptors)

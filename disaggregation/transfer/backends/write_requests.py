@@ -63,23 +63,26 @@ class WriteRequestReader(ABC):
 
     @abstractmethod
     def _begin(self, batch: Batch) -> None:
-        """Let the writer write a granted batch, now or when it is first in line."""
+        """Tell the writer where to write a granted batch, now or when its turn for a slab comes."""
 
     @abstractmethod
     def _on_written(self, batch: Batch) -> bool:
-        """Handle the written part of a batch, and return whether all of it has landed. Raises ``LinkLost``."""
+        """Handle the report that the writer has written what it was told to of a batch.
+
+        Return whether all of the batch has landed. Raises ``LinkLost``.
+        """
 
     @property
     @abstractmethod
     def _is_waiting_for_writer(self) -> bool:
-        """Whether the writer has leave to write and has not reported that it is done."""
+        """Whether the writer was told to write something and has not reported that it is written."""
 
     def read(self) -> None:
-        """Read the writer's next message when it arrives."""
+        """Have the writer's next message read and handled when it arrives; return at once."""
         self._link.stream.read([memoryview(self._word)], self._on_word)
 
     def is_writing(self, writer: Writer) -> bool:
-        """Return whether pages of a hand-over may be under way."""
+        """Return whether pages of the hand-over ``writer`` may be under way."""
         return any(batch.writer == writer for batch in self._begun.values())
 
     def stalled_at(self) -> float | None:
@@ -91,7 +94,7 @@ class WriteRequestReader(ABC):
         return self._link.stream.last_progress + self._stall_seconds if owes else None
 
     def granted(self) -> None:
-        """Begin the waiting batches with pages that this instance has by now allowed their hand-over to write."""
+        """Begin those batches that waited for a grant and that their hand-overs may write by now."""
         for number, batch in list(self._ungranted.items()):
             if batch.is_granted:
                 self._begun[number] = self._ungranted.pop(number)
@@ -104,12 +107,15 @@ class WriteRequestReader(ABC):
             raise LinkLost("the peer wants to write pages that it was not asked for")
 
     def close(self) -> None:
-        """Forget all batches: nothing is written any more."""
+        """Drop all batches, because the link has ended and nothing is written any more."""
         self._begun.clear()
         self._ungranted.clear()
 
     def _give_leave(self, kind: LeaseMessage, batch: Batch, place: int, count: int) -> None:
-        """Let the writer write its next ``count`` pages, at offset ``place``."""
+        """Tell the writer to write the next ``count`` pages of ``batch`` at offset ``place``, in bytes.
+
+        ``kind``: whether that is an offset of the slabs or means the pool.
+        """
         self._say(kind, batch.number, place, count)
         self._link.stream.last_progress = time.monotonic()  # the stall limit counts from this leave
 
@@ -177,7 +183,7 @@ class Mover(Protocol):
     """Interface to the object that moves the bytes."""
 
     def has_landed(self, write: Any) -> bool:
-        """Return whether every byte has arrived. Raises ``LinkLost``."""
+        """Return whether every byte of ``write`` has arrived in the peer's memory; never wait. Raises ``LinkLost``."""
         ...
 
 
@@ -196,9 +202,9 @@ class WriteRequestWriter(ABC):
 
     @abstractmethod
     def _start(self, request: WriteRequest, place: int, count: int) -> Any:
-        """Begin to write the request's next ``count`` pages; return the argument of ``has_landed``.
+        """Begin to write the request's next ``count`` pages to ``place``, the offset that the owner named.
 
-        Raises ``LinkLost``.
+        Return a token for ``Mover.has_landed``. Raises ``LinkLost``.
         """
 
     @property
@@ -207,13 +213,13 @@ class WriteRequestWriter(ABC):
         return bool(self._write_requests)
 
     def read(self) -> None:
-        """Read the owner's next message when it arrives."""
+        """Have the owner's next message read and handled when it arrives; return at once."""
         self._link.stream.read([memoryview(self._note)], self._on_note)
 
     def write(self, pages: PageWrite) -> WriteHandle:
-        """Ask the pool's owner for leave to write a batch of pages, and return the handle of the write.
+        """Ask the pool's owner to let a batch of pages be written, and return the handle of the write.
 
-        Bytes move once the owner's leave arrives. Raises ``BadPages`` if the batch has too many pages or bytes.
+        Bytes move once the owner agrees. Raises ``BadPages`` if the batch has too many pages or bytes.
         """
         group = self._groups[pages.group]
         total = len(pages.dst) * group.piece_bytes(pages.layers)
@@ -232,7 +238,7 @@ class WriteRequestWriter(ABC):
         return handle
 
     def look(self) -> None:
-        """Report the writes that have completed to the owner. Raises ``LinkLost``."""
+        """Report the pages that have been written to the owner. Raises ``LinkLost`` if a write has failed."""
         for number, request in self._write_requests.items():
             if request.writing is not None and self._mover.has_landed(request.writing):
                 request.writing = None
@@ -240,7 +246,7 @@ class WriteRequestWriter(ABC):
                 self._link.stream.send([WRITER_MESSAGE.pack(LeaseMessage.WRITTEN, number, 0, 0, 0, 0, 0, 0)])
 
     def close(self, reason: str) -> None:
-        """Fail all writes: the link has ended, for ``reason``."""
+        """Mark all writes as failed: the link has ended, for ``reason``."""
         for request in self._write_requests.values():
             request.handle.state, request.handle.error = WriteState.FAILED, reason
         self._write_requests.clear()

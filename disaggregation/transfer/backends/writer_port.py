@@ -23,7 +23,10 @@ class WriterPort:
         self.listener: Listener | None = None
 
     def open(self, listen: Callable[[], tuple[socket.socket, Offer]], host: str, port: int) -> Offer:
-        """Listen for writers, and return the offer that describes where. Raises ``RegionError``."""
+        """Listen for writers, and return the offer that tells them where.
+
+        ``listen`` opens the listener; ``host`` and ``port`` are for the error message. Raises ``RegionError``.
+        """
         try:
             sock, offer = listen()
         except OSError as e:
@@ -37,9 +40,10 @@ class WriterPort:
     def accept(
         self, accepted: Callable[[socket.socket], IncomingLink], make_room: Callable[[], None]
     ) -> IncomingLink | None:
-        """Take the next connection, after ``make_room`` if there is one. Return None if none can be taken now.
+        """Accept the next connection and return its link, which is watched; None if there is none or it is refused.
 
-        ``accepted`` makes its link, and raises ``LinkLost`` or ``OSError`` if the connection is refused.
+        ``make_room`` is called before. ``accepted`` makes the link, and raises ``LinkLost`` or ``OSError`` to refuse
+        it.
         """
         sock = self.listener.accept() if self.listener is not None else None
         if sock is None:
@@ -56,16 +60,16 @@ class WriterPort:
 
     @property
     def listen_again(self) -> float | None:
-        """Time at which to listen again after the system had no descriptors."""
+        """Time (``time.monotonic()``) at which to listen again after a lack of descriptors; None if it listens."""
         return self.listener.listen_again if self.listener is not None else None
 
     def check(self, now: float) -> None:
-        """Listen again if it is time to."""
+        """Listen again if the pause after a lack of descriptors is over at ``now``."""
         if self.listener is not None:
             self.listener.check(now)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the listening socket; accepted connections stay."""
         if self.listener is not None:
             self.listener.close()
             self.listener = None
