@@ -114,7 +114,7 @@ class ComputeOptions:
     )
 
     def problems(self) -> Iterator[str]:
-        """Yield a complaint for each wrong option."""
+        """Yield a message for each wrong option of this section."""
         if self.compute_nice is not None and not 0 <= self.compute_nice <= MAX_NICE:
             yield f"--compute-nice is {self.compute_nice}: it must be 0 to {MAX_NICE}"
         if self.cpus is not None:
@@ -168,7 +168,7 @@ class GpuOptions:
         return tuple(int(size) for size in (self.cuda_graph_bs or "").split(",") if size.strip())
 
     def problems(self) -> Iterator[str]:
-        """Yield a complaint for each wrong option."""
+        """Yield a message for each wrong option of this section."""
         if self.base_gpu_id < 0:
             yield f"--base-gpu-id is {self.base_gpu_id}: GPUs are counted from 0"
         try:
@@ -210,7 +210,7 @@ class SparsityOptions:
     )
 
     def problems(self) -> Iterator[str]:
-        """Yield a complaint for each wrong option."""
+        """Yield a message for each wrong option of this section."""
         path = self.ds_channel_config_path
         if not self.enable_double_sparsity:
             if path is not None:
@@ -239,7 +239,7 @@ class WorkerOptions(
     """Every option that the model worker's process reads."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a complaint for each combination of sections that can't work."""
+        """Yield a message for each combination of options from several sections that can't work."""
         yield from self._rank_problems()
         yield from self._pool_problems()
         if self.hands_over:

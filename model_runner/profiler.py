@@ -75,7 +75,7 @@ class ProfiledSteps:
             self._steps.follow(step)
 
     def is_done(self, launched: Launched) -> bool:
-        """Return whether ``collect`` would return without waiting. Adds no range to the profile."""
+        """Return whether ``collect`` of this step would return without waiting. Adds no range to the profile."""
         return self._steps.is_done(launched)
 
     def collect(self, launched: Launched) -> StepResult:
@@ -88,7 +88,10 @@ class RankProfiler:
     """Records the steps of this rank: ``start``, steps by ``steps``, ``stop``. One thread."""
 
     def __init__(self, folder: Path, rank: int, device_kind: str, steps: StepRunner) -> None:
-        """Record nothing yet; ``folder`` holds all profiles."""
+        """Prepare to record the ``steps`` of rank ``rank``; nothing is recorded yet.
+
+        ``folder``: folder of all profiles.
+        """
         self.folder = folder
         self.number = rank
         """Number of this rank."""

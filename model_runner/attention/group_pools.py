@@ -38,7 +38,10 @@ class WindowPool(FullPool):
     """The pool of the layers that attend to a window. ``ForwardBatch.window_pages`` leads to its pages."""
 
     def slots(self, batch: ForwardBatch) -> Tensor:
-        """Return the window pool's slots that the pass writes: other pages, at the same offsets within them."""
+        """Return the slots of the window pool that the pass writes, int64 [T].
+
+        They lie in other pages than those of the request table, at the same offsets within them.
+        """
         slots, size = batch.out_cache_loc, self.pool.layout.page_size
         return self.pages(batch, slots // size).to(torch.int64) * size + slots % size
 

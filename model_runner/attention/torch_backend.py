@@ -78,7 +78,7 @@ class TorchAttention(AttentionBackend):
         self._extend_masks: dict[int | None, Tensor] = {}
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Plan padded batches of the one-token entries, and each longer entry by itself.
+        """Plan padded batches of the one-token entries, and each longer entry by itself, and find where KV is written.
 
         Drops the masks of the pass before.
         """
@@ -269,7 +269,7 @@ def _softmax_with_sinks(scores_BKGTS: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _causal_mask(width: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a mask [QUERY_BLOCK, width] in which the last query sees every key of its window.
+    """Return a mask [QUERY_BLOCK, width] to add to scores, in which the last query sees every key of its window.
 
     Each earlier query sees one key less. The lower right corner of any size masks a block of that many queries over
     that many keys.

@@ -64,7 +64,10 @@ class StepPlan(NamedTuple):
 
 
 def plan_step(step: ForwardStep, page_size: int) -> StepPlan:
-    """Plan the arrays of a step that ``step_check.py`` has accepted, for pages of ``page_size`` tokens."""
+    """Unpack a step's message into the arrays that executors compute by, for pages of ``page_size`` tokens.
+
+    ``step_check.py`` must have accepted the step.
+    """
     rows, starts, q_lens = _i64(step.rows), _i64(step.starts), _i64(step.q_lens)
     ends = np.cumsum(q_lens)
     firsts = ends - q_lens

@@ -47,7 +47,7 @@ class Magnitudes(AttentionBackend):
         self._keys = torch.zeros_like(self._queries)
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Have the inner backend plan the pass."""
+        """Have the inner attention backend prepare the pass ``batch``."""
         self._inner.plan(batch)
 
     def forward(

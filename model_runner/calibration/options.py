@@ -46,7 +46,7 @@ class CalibrateOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def check(self) -> None:
-        """Raise ``CalibrateOptionsError`` when these options can't work."""
+        """Raise ``CalibrateOptionsError`` for wrong token counts, a missing text file or a missing output folder."""
         if not 2 <= self.window <= self.tokens:
             raise CalibrateOptionsError("--window is at least 2 and at most --tokens")
         if self.text is not None and not self.text.is_file():

@@ -174,7 +174,7 @@ def build(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels", *, re
 
 
 def build_all(folder: Path = PREBUILT) -> None:
-    """Put the libraries of all levels into ``folder``, and remove all other ``.so`` files there.
+    """Put the libraries of all instruction-set levels into ``folder``, and remove all other ``.so`` files there.
 
     Other kinds of files stay. A library is compiled only if neither the package nor the user's cache has it. Raises
     ``BuildError``.

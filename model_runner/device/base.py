@@ -97,7 +97,7 @@ class Device(ABC):
 
     @abstractmethod
     def host_zeros(self, shape: Sequence[int], dtype: TorchDType) -> Tensor:
-        """Allocate zeros on the host, in memory from which copies to the device are queued without waiting."""
+        """Return zeros in host memory from which copies to the device, and to which copies from it, need no wait."""
 
     @abstractmethod
     def send(self, there: Tensor, here: Tensor) -> None:
@@ -171,7 +171,7 @@ class Device(ABC):
 
 
 def as_tensor(array: npt.NDArray[Any]) -> Tensor:
-    """Return the array as a tensor on the host, which may share its memory; read-only ones are copied."""
+    """Return ``array`` as a tensor on the host that shares its memory; a read-only array is copied."""
     import torch
 
     return torch.from_numpy(array if array.flags.writeable else np.array(array))

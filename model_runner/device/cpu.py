@@ -53,13 +53,13 @@ class CpuDevice(Device):
         raise NotImplementedError("memory of the host is shared by all processes")
 
     def host_zeros(self, shape: Sequence[int], dtype: TorchDType) -> Tensor:
-        """Allocate zeros in ordinary memory: copies within the host need no pinned memory."""
+        """Return zeros in ordinary memory: copies within the host need no pinned memory."""
         import torch
 
         return torch.zeros(*shape, dtype=dtype)
 
     def send(self, there: Tensor, here: Tensor) -> None:
-        """Copy ``here`` to ``there`` before returning."""
+        """Copy ``here`` to ``there`` at once; ``here`` may be changed afterwards."""
         there.copy_(here)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
@@ -75,7 +75,7 @@ class CpuDevice(Device):
         return _There(tensors)
 
     def transfer(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy each pair in the calling thread, one after another."""
+        """Copy each pair (target, source) in the calling thread, one after another."""
         for to, source in copies:
             to.copy_(source)
 

@@ -101,7 +101,7 @@ class CudaDevice(Device):
         return torch.cuda.max_memory_reserved(self.torch) - before
 
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate zeros in pinned host memory."""
+        """Return zeros in pinned host memory."""
         return torch.zeros(*shape, dtype=dtype, pin_memory=True)
 
     def send(self, there: Tensor, here: Tensor) -> None:
@@ -159,9 +159,10 @@ class CudaDevice(Device):
         return _no_sync() if self._strict else nullcontext()
 
     def capture(self, run: Callable[[], T]) -> Graph[T]:
-        """Capture what ``run`` queues as a CUDA graph, in a memory pool that all graphs share.
+        """Capture the work that ``run`` queues as a CUDA graph, without executing it.
 
-        Raises ``torch.OutOfMemoryError`` if that broke the capture, in place of the capture's own error.
+        All graphs share one memory pool. Raises ``torch.OutOfMemoryError`` if that broke the capture, in place of the
+        capture's own error.
         """
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()

@@ -27,10 +27,11 @@ class Engine(ABC):
     """Chooses tokens from logits on the host."""
 
     def __init__(self, pools: Pools, *, clears_begun_pages: bool) -> None:
-        """Compute over ``pools``. ``clears_begun_pages``: zero the pages that a pass begins and does not fill.
+        """Compute over ``pools``.
 
-        Attention reads whole pages and masks the lanes beyond a row's end. A NaN that a former owner left there would
-        get through the mask, as 0 × NaN is NaN.
+        ``clears_begun_pages``: whether to zero the pages that a pass begins and does not fill. Attention reads whole
+        pages and masks the positions beyond a row's end. A NaN that a former owner left there would get through the
+        mask, as 0 × NaN is NaN.
         """
         self._pools = pools
         self._clears = clears_begun_pages

@@ -69,13 +69,16 @@ class CpuEngine(Engine):
         return self.native.forward(batch)
 
     def common_steps(self, tables: RequestTables) -> CommonSteps:
-        """Return common steps on the CPU kernels, or ``ALL_GENERAL`` while the weights are dropped."""
+        """Return steps that the CPU kernels compute in one call, over ``tables``.
+
+        While the weights are dropped, return ``ALL_GENERAL``, which leaves every step to be computed part by part.
+        """
         if self.native is None:
             return super().common_steps(tables)
         return NativeSteps(self.native, tables, clear_begun=self._clears)
 
     def weight_bytes_read(self) -> int:
-        """Return the bytes that the CPU kernels counted in the last pass; 0 while the weights are dropped."""
+        """Return the bytes of weights that the CPU kernels read in the last pass; 0 while the weights are dropped."""
         return 0 if self.native is None else sum(self.native.weight_bytes_read().values())
 
     def drop_weights(self) -> None:
@@ -83,7 +86,10 @@ class CpuEngine(Engine):
         self.native = None
 
     def take_weights(self) -> None:
-        """Map the packed weights again, and make a native model on them."""
+        """Map the packed weights again, after ``drop_weights``, and compute with them from now on.
+
+        Raises ``InvalidWeights`` if they are other weights now.
+        """
         self._use(self._reload())
 
     def _use(self, packed: PackedModel) -> None:

@@ -103,9 +103,9 @@ class ScriptedEngine(Engine):
         """[P, page_size]: token ids, in the first bytes of each key of the first layer's first head."""
 
     def host_logits(self, batch: HostBatch) -> F32:
-        """Store the token ids in the pool as KV; return ``SCRIPTED_LOGIT`` for each next token of the script, else 0.
+        """Store the token ids in the pool as KV, and return logits in which the script's next token is the likeliest.
 
-        Logits within a prompt are all 0.
+        It has ``SCRIPTED_LOGIT``, and all others have 0. Logits within a prompt are all 0.
         """
         size = self._ids.shape[1]
         self._ids[batch.out_cache_loc // size, batch.out_cache_loc % size] = batch.input_ids

@@ -149,7 +149,7 @@ class TorchEngine(AttentionEngine):
         self._compute, self._meet = without_weights, meet_alone
 
     def take_weights(self) -> None:
-        """Load the model by the ``reload`` given at construction, and compute with it from now on."""
+        """Load the weights again, after ``drop_weights``, into a new decoder, and compute with it from now on."""
         self._use(self._reload().model)
 
     def _use(self, model: Decoder) -> None:

@@ -97,7 +97,10 @@ class Matchers:
         self._compiler = ThreadPoolExecutor(1, "grammar-compiler", initializer=begin, initargs=(COMPILER_NICE,))
 
     def prepare(self, grammar: Grammar, then: Callable[[], None]) -> None:
-        """Queue ``grammar`` for compilation unless it is cached, then call ``then`` on the compiler's thread."""
+        """Queue ``grammar`` for compilation unless it is cached, and then a call of ``then`` on the compiler's thread.
+
+        Never waits. ``then`` is called even if the grammar can't be used.
+        """
         self._compile_soon(grammar)
         # One thread: it gets here when the grammar is compiled.
         self._compiler.submit(then)
@@ -118,7 +121,7 @@ class Matchers:
         return made
 
     def advance(self, chosen: Sequence[tuple[TokenMatcher, int]]) -> None:
-        """Queue one job on the masks' thread that feeds all tokens to their matchers and computes the next masks.
+        """Queue one job on the masks' thread, which feeds all tokens to their matchers and computes the next masks.
 
         Matchers of grammars that can't be used are skipped.
         """

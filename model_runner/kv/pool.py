@@ -151,9 +151,10 @@ class MLATokenToKVPool:
     def __init__(
         self, layout: KVLayout, num_pages: int, device: torch.device, buffer: Buffer | None = None, group: int = 0
     ) -> None:
-        """Make the pool of the layout's group ``group``, over ``buffer`` or over memory of its own on ``device``.
+        """Make the pool of one page group, over ``buffer`` or over memory of its own on ``device``.
 
-        ``num_pages`` counts page 0. ``buffer`` is zeroed memory on the CPU.
+        ``group``: index of the layout's page group. ``num_pages`` counts page 0. ``buffer`` is zeroed memory on the
+        CPU.
         """
         self.layout = layout
         self.group = kept = layout.groups[group]

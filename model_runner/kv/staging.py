@@ -38,7 +38,7 @@ class PoolPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
+        """Bytes of the whole pool, page 0 included."""
         return self._data.nbytes
 
     @property

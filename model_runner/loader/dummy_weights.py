@@ -25,9 +25,9 @@ class DummyWeights(WeightSource):
         self._seed = seed
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield ones for the weights of norms, and normal values of standard deviation ``STD`` for everything else.
+        """Yield ones for the weights of norms, and normal numbers of standard deviation ``STD`` for everything else.
 
-        Values of a large tensor repeat after ``PERIOD`` of them.
+        Numbers of a large tensor repeat after ``PERIOD`` of them.
         """
         generator = torch.Generator().manual_seed(self._seed)
         for name, shape in self._shapes.items():

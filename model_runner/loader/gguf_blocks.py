@@ -34,7 +34,7 @@ class GGUFBlocks(BlockSource):
     """The matrices of a file in formats that the kernels know. The file is open for the lifetime of this object."""
 
     def __init__(self, path: Path, spec: ModelSpec, shard: Shard | None = None) -> None:
-        """Find the matrices of the file at ``path`` that can be served as blocks.
+        """Open the file at ``path``, and find its matrices that can be served as quantised blocks.
 
         ``spec``: the whole model. ``shard``: rank of the part that is served, or None for all.
         """
@@ -68,14 +68,17 @@ class GGUFBlocks(BlockSource):
                 raise InvalidWeights(f"{name!r} has shape {list(shape)}, the config means {list(shapes[name])}")
 
     def sample(self, name: str, digest: xxhash.xxh3_64) -> None:
-        """Add the matrix's format, its shape and some of its bytes to ``digest``."""
+        """Add the format, shape and some bytes of the matrix ``name`` to ``digest``, to tell it from other weights."""
         matrix = self._matrices[name]
         digest.update(f"{matrix.kind.name}{matrix.shape}".encode())
         rows, columns = (spread(size).numpy() for size in matrix.rows.shape)
         digest.update(matrix.rows[rows, columns].tobytes())
 
     def log_summary(self, dtype: torch.dtype) -> None:
-        """Log which matrices are served as blocks, which quantised ones are not, and how many MiB that costs."""
+        """Log which matrices are served as blocks, and which quantised ones are not and how many MiB more they take.
+
+        ``dtype``: type of floats.
+        """
         served, others = Counter[str](), Counter[str]()
         nbytes = cost = 0
         for group, is_served in self._served.items():
@@ -124,7 +127,7 @@ class GGUFBlocks(BlockSource):
     def _can_divide(self, group: tuple[str, ...]) -> bool:
         """Return whether this rank's part of ``group`` consists of whole blocks, and of whole panels of each format.
 
-        All formats of the group must be known.
+        ``group``: names of weights multiplied together. All of their formats must be known.
         """
         parts = [(name, self._matrix(name)) for name in group]
         if not all(self._is_whole(name, matrix) for name, matrix in parts):
@@ -145,7 +148,10 @@ class GGUFBlocks(BlockSource):
         return int(matrix.rows.nbytes * self._share(name, matrix))
 
     def _is_whole(self, name: str, matrix: GGUFMatrix) -> bool:
-        """Return whether this rank's part of the columns begins and ends between blocks."""
+        """Return whether this rank's columns of the matrix begin and end between blocks.
+
+        Return True if ranks divide the matrix by rows.
+        """
         part, block = self._slice(name), GGML_QUANT_SIZES[matrix.kind][0]
         return part is None or part.axis is Axis.ROWS or part.begin % block == part.end % block == 0
 

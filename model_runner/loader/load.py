@@ -116,7 +116,7 @@ def fingerprint(
 
 
 def foreign_fingerprint(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
-    """Return the ``fingerprint`` of a model that transformers' own class runs: of its config and all its tensors.
+    """Return the fingerprint of a model that transformers' own class runs, from its config and all its tensors.
 
     The engine doesn't know whether its KV is that of a native model, so the two never share a fingerprint.
     """

@@ -19,7 +19,7 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the float32 values [..., K] of ``blocks`` uint8 [..., K / 32, 16] and ``scales`` uint8 [..., K / 32]."""
+    """Return MXFP4 values as float32 [..., K]: ``blocks`` uint8 [..., K / 32, 16], ``scales`` uint8 [..., K / 32]."""
     table = torch.tensor([*VALUES, *(-value for value in VALUES)])
     halves = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-2)
     values = torch.ldexp(table[halves.int()], scales[..., None].int() - BIAS)

@@ -103,7 +103,7 @@ class PackedLayers:
         return "w8a8" if otherwise else "none"
 
     def log_summary(self) -> None:
-        """Log which matrices stay packed, which packed ones of the files do not, and why."""
+        """Log which matrices stay packed; warn of those that are packed in the files and became floats, and why."""
         kinds = Counter(
             layer.packed.kind for names, layer in self._layers.items() for _ in names if layer.packed is not None
         )
@@ -146,7 +146,7 @@ class PackedLayers:
         return matrix
 
     def _part(self, name: str, matrix: PackedMatrix) -> PackedMatrix:
-        """Return the part of the matrix that this rank has."""
+        """Return the rows or columns of the matrix that this rank has; all of it without ranks."""
         part = None if self._shard is None else self._shard.slice_of(name)
         if part is None:
             return matrix

@@ -67,7 +67,10 @@ class CheckpointMatrices(PackedSource):
     """Matrices of the safetensors files in a folder. Numbers are read when asked for, and unpacked on the device."""
 
     def __init__(self, folder: Path, spec: ModelSpec, packing: Packing) -> None:
-        """Find the packed matrices in the files of ``folder``. Raises ``InvalidWeights`` if they can't be read."""
+        """Open the files of ``folder`` and find their packed matrices, without reading them.
+
+        Raises ``InvalidWeights`` if a file can't be read.
+        """
         self._spec = spec
         self._packing = packing
         self._files: dict[str, Any] = {}
@@ -86,9 +89,10 @@ class CheckpointMatrices(PackedSource):
         self._last: tuple[str, PackedMatrix] | None = None
 
     def why_not(self, name: str) -> str | None:
-        """Return a reason if the columns that share a scale do not fit the kernels, or None.
+        """Return why the kernels can't multiply with the matrix as it is packed, or None if they can.
 
-        Reads shapes from the files' headers, and for GPTQ the group of each column.
+        They need multiples of a number of columns that share a scale. Reads shapes from the files' headers, and for
+        GPTQ the group of each column.
         """
         unit = self.unit(name)
         if self._packing.kind is PackingKind.FP8:
@@ -131,9 +135,9 @@ class CheckpointMatrices(PackedSource):
         return LEAST_GROUP if not count or inputs % count else inputs // count
 
     def read(self, name: str, device: torch.device) -> PackedMatrix:
-        """Read the matrix's tensor to ``device``, and return its rows in the engine's order.
+        """Read the matrix ``name`` to ``device``, still packed, its rows in the engine's order.
 
-        The last tensor stays in memory, because the next matrix is often part of it.
+        Raises ``InvalidWeights``. The last tensor stays in memory, because the next matrix is often part of it.
         """
         place = self._places[name]
         if self._last is None or self._last[0] != place.tensor:
@@ -188,20 +192,23 @@ class DummyMatrices(PackedSource):
         self.names = frozenset(shapes)
 
     def why_not(self, name: str) -> str | None:
-        """Return a reason if four-bit rows are not a multiple of ``LEAST_GROUP``; None for FP8."""
+        """Return a reason if rows of four-bit weights are not a multiple of ``LEAST_GROUP`` columns; None for FP8."""
         inputs = self._shapes[name][1]
         if self._packing.kind is PackingKind.FP8 or inputs % LEAST_GROUP == 0:
             return None
         return f"rows of {inputs} columns are no multiple of {LEAST_GROUP}"
 
     def unit(self, name: str) -> int:
-        """Return the columns of an FP8 block (1 without blocks), or the largest of ``GROUPS`` that divides the row."""
+        """Return the number of columns that share a scale, or 1 if a whole FP8 row does.
+
+        With four bits it is the largest of ``GROUPS`` that divides the row.
+        """
         if self._packing.kind is PackingKind.FP8:
             return 1 if self._packing.block is None else self._packing.block[1]
         return next(group for group in GROUPS if self._shapes[name][1] % group == 0)
 
     def read(self, name: str, device: torch.device) -> PackedMatrix:
-        """Draw the matrix at random; every call returns the same numbers."""
+        """Draw the packed matrix ``name`` at random on ``device``; every call returns the same numbers."""
         outputs, inputs = self._shapes[name]
         generator = torch.Generator(device).manual_seed(self._seed)
         if self._packing.kind is PackingKind.FP8:

@@ -106,10 +106,10 @@ def packed_matrix(name: str, tensor: Tensor, packing: Packing, read: Read) -> Pa
 
 
 def fp8(name: str, weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> FP8Matrix:
-    """Return the FP8 matrix of a weight and its scales. Raises ``InvalidWeights``.
+    """Return the FP8 matrix of a weight and its scales. Raises ``InvalidWeights`` if these don't fit.
 
     ``scales``: one for the matrix, one for each row ([O] or [O, 1]), or one for each ``block`` of rows and columns. The
-    last blocks may be cut.
+    last blocks may be cut. ``name``: for the message.
     """
     scales, (outputs, inputs) = scales.float(), weight.shape
     if scales.numel() == 1:

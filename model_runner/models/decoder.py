@@ -216,7 +216,7 @@ class Decoder:
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """Type of logits: that of the activations, or float32 if they are scaled or capped after the product."""
+        """Type of the logits that ``forward`` returns: the activations', or float32 if they are scaled or capped."""
         is_product = self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None
         return self.lm_head.dtype if is_product else torch.float32
 

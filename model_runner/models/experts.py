@@ -43,7 +43,7 @@ class Experts:
         return nbytes * (self.spec.count - self.spec.chosen) // self.spec.count
 
     def forward(self, x_TN: Tensor, ops: DeviceOps) -> Tensor:
-        """Return the weighted sum of each token's experts, plus the shared expert: [T, N]."""
+        """Return the weighted sum of each token's chosen experts, plus the shared expert's output, if any: [T, N]."""
         exact_TN = x_TN.float()
         choice = choose_experts(self.spec, self.router.forward(exact_TN), self.choice_bias)
         sum_TN = ops.run_experts(x_TN, self.networks, choice.experts, choice.weights)

@@ -88,7 +88,10 @@ class LatentAttention:
         return (q_THQ.transpose(0, 1) @ k_b_HQR).transpose(0, 1), q_THP
 
     def _row(self, x_TN: Tensor, ops: DeviceOps) -> tuple[Tensor, Tensor]:
-        """Return the latent rows to keep, [T, 1, R], and the part of each to rotate, [T, 1, P]."""
+        """Return each token's latent row in two parts: the normalised latent, [T, 1, R], and the key to rotate.
+
+        The latter is [T, 1, P].
+        """
         sizes = [self.spec.kv_lora_rank, self.spec.qk_rope_head_dim]
         latent_TR, k_TP = torch.split(self.kv_a_proj.forward(x_TN), sizes, -1)
         return ops.norm(self.kv_a_norm, latent_TR)[:, None], k_TP[:, None]

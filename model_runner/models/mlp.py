@@ -19,7 +19,7 @@ class MLP:
         self.down_proj = Linear(spec.inner, (hidden,), bias=spec.bias, dtype=dtype, device=device)
 
     def forward(self, x_TN: Tensor, ops: DeviceOps) -> Tensor:
-        """Return the network's output [T, N]."""
+        """Return the network's output [T, N] for ``x_TN``."""
         return self.down_proj.forward(ops.gate_and_mul(self.gate_up_proj.forward(x_TN), self._activation))
 
     def weights(self, prefix: str) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def waits_for_experts(self, networks: ExpertNetworks) -> str | None:
-        """Return why ``run_experts`` makes the host wait for the choice; None if it does not.
+        """Return why ``run_experts`` makes the host wait for the choice of experts; None if it does not.
 
         Call it after loading weights.
         """

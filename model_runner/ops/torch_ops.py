@@ -25,7 +25,10 @@ class TorchOps(DeviceOps):
     def add_and_norm(
         self, x_TN: Tensor, y_TN: Tensor, scale: float, after: RMSNorm | None, following: RMSNorm | None
     ) -> Tensor:
-        """Add and normalise in separate torch operations. Without ``following``, return ``x`` itself."""
+        """Add ``scale`` times ``y`` (normalised by ``after``) to ``x`` in place, by separate operations of torch.
+
+        Return the sum normalised by ``following``, or ``x`` itself if that is None.
+        """
         x_TN.add_(y_TN if after is None else after.forward(y_TN), alpha=scale)
         return x_TN if following is None else following.forward(x_TN)
 
@@ -43,14 +46,17 @@ class TorchOps(DeviceOps):
         return gate_and_mul(x, activation)
 
     def run_experts(self, x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
-        """Run the chosen experts one after another, each over all tokens that chose it."""
+        """Return the weighted sum of each token's experts, [T, N] float32, by running one expert after another.
+
+        The host waits for the number of tokens of each.
+        """
         return loop_over_experts(x_TN, networks, experts_TC, weights_TC)
 
     def waits_for_experts(self, networks: ExpertNetworks) -> str | None:
-        """Return a reason for any ``networks``: the loop over experts reads their token counts on the host."""
+        """Return a reason always: the loop over experts reads their token counts on the host."""
         return "without Triton's kernels, experts are looked through on the host"
 
     def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
-        """Update ``input_ids``, then ``req_to_token``, with one torch index operation each."""
+        """Write last tokens into the step's ``input_ids``, and its slots into ``req_to_token``, by torch operations."""
         step.input_ids.index_copy_(0, step.last_at, last_tokens.index_select(0, step.last_rows))
         req_to_token[step.token_rows, step.positions] = step.out_cache_loc.to(torch.int32)

@@ -86,7 +86,10 @@ class HostRanks(ABC):
         return self._world
 
     def shard(self, spec: ModelSpec) -> Shard:
-        """Return this rank's part of a model. Raises ``UnsupportedModel`` if the model can't be divided."""
+        """Return the part of the model ``spec`` that this rank computes.
+
+        Raises ``UnsupportedModel`` if the model can't be divided among the ranks.
+        """
         return shard(spec, self.place.rank, self.place.size)
 
     def pool_heads(self, spec: ModelSpec) -> tuple[int, int]:

@@ -47,7 +47,7 @@ class LeadingSteps(StepRunner):
         return super().launch(step, done)
 
     def capture_graphs(self) -> None:
-        """Have the followers capture their graphs while this rank captures its own.
+        """Tell the followers to capture their graphs, and capture this rank's own; do nothing without graph sizes.
 
         All must capture together, because a captured pass contains sums over all ranks.
         """
@@ -70,5 +70,5 @@ class FollowingSteps(StepRunner):
         """Do nothing: ``capture_with_lead`` captures them, at the same time as the lead."""
 
     def capture_with_lead(self) -> None:
-        """Capture graphs now, at the same time as all other ranks."""
+        """Capture this rank's graphs now; it waits for the other ranks, which must do so at the same time."""
         super().capture_graphs()

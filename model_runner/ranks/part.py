@@ -100,7 +100,10 @@ class WholeModel(ModelPart):
         return alone
 
     def reserve(self, own: Own) -> Reserved:
-        """Plan the pool beside this process's weights, and allocate its memory if it is on the host and not empty."""
+        """Choose the pool's size beside this process's weights, and allocate its memory if it is on the host.
+
+        Nothing is allocated if the pool's pages have no bytes.
+        """
         plan = own.plan_pools(own.weight_bytes)
         nbytes = plan.num_pages * own.page_bytes
         if not self._on_host or not nbytes:

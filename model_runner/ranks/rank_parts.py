@@ -25,7 +25,7 @@ class _RankPart(ModelPart):
         self.shard: Shard = ranks.shard(spec)
 
     def group(self, device: torch.device) -> RankGroup:
-        """Meet the other ranks and return their torch.distributed group, for this vocabulary and ``device``."""
+        """Connect to the other ranks, and return their torch.distributed group for this vocabulary and ``device``."""
         return self._ranks.join().torch_ranks(self._spec.vocab_size, device)
 
 
@@ -55,7 +55,10 @@ class PartOnDevice(_RankPart):
         self._device_name = device.name
 
     def reserve(self, own: Own) -> Reserved:
-        """Return this rank's pool plan, cut to the fewest pages that any rank's device has room for."""
+        """Return this rank's pool plan, with the fewest pages that any rank's device has room for; wait for all ranks.
+
+        Raises ``UnsupportedModel`` if the ranks don't serve the same.
+        """
         plan = own.plan_pools(own.weight_bytes)
         pages = self._ranks.agree(plan.num_pages, f"{own.identity} {self._device_name}")
         return Reserved(plan._replace(num_pages=pages))

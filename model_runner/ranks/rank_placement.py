@@ -46,7 +46,10 @@ def _own_cpus(cpus: str, place: RankPlace) -> str:
 
 
 def _own_cores(machine: Machine, place: RankPlace) -> frozenset[int] | None:
-    """Return the cores of this rank, or None if there are fewer cores than ranks."""
+    """Return the cores of this rank: a NUMA node, if there are as many as ranks, or else as many cores as the others.
+
+    Return None if there are fewer cores than ranks.
+    """
     choice, ranks = compute_cores(machine), place.local_size
     if len(choice.nodes) >= ranks:
         return frozenset(list(choice.nodes.values())[place.local])

@@ -84,7 +84,10 @@ class NativeSampler:
 
 
 def _stride_of(logits_NV: F32) -> int:
-    """Return the distance of two rows in elements. Raises ``ValueError`` for rows that are not contiguous."""
+    """Return how many elements lie from one row to the next.
+
+    Raises ``ValueError`` unless the logits of a row are contiguous.
+    """
     if len(logits_NV) and logits_NV.strides[1] != logits_NV.itemsize:
         raise ValueError("the logits of a row must lie one after another")
     return logits_NV.strides[0] // logits_NV.itemsize

@@ -62,9 +62,9 @@ class TorchRules:
 
 
 def sample(logits_NV: Tensor, params: RowParams, positions: I64) -> Sampled[Tensor]:
-    """Choose the token at ``positions[i]`` of each row's request. ``logits_NV``: float32, left as they are.
+    """Choose the token at ``positions[i]`` of each row's request, by the rules of this module.
 
-    A row that is not ``finite`` gets a token that means nothing.
+    ``logits_NV``: float32, left as they are. A row that is not ``finite`` gets a token that means nothing.
     """
     if params["greedy"].all():
         tokens_N, max_N = _best(logits_NV)

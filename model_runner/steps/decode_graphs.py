@@ -45,7 +45,7 @@ class GraphModel(Protocol):
         ...
 
     def compute(self, batch: ForwardBatch) -> Tensor:
-        """Compute the logits of the tokens at ``batch.logit_indices``: [L, V], of the same dtype in every call."""
+        """Compute a pass, and return the logits at ``batch.logit_indices``: [L, V], of the same dtype in every call."""
         ...
 
 
@@ -157,7 +157,7 @@ class DecodeGraphs:
         return graph.output
 
     def drop(self) -> None:
-        """Forget the graphs and free their memory."""
+        """Forget the graphs and free their memory; ``size_for`` then returns None until the next ``capture``."""
         self._graphs.clear()
         self._logits = None
         self._device.forget_graphs()

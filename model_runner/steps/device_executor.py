@@ -140,9 +140,9 @@ class DeviceExecutor:
         return None
 
     def prepare(self, plan: StepPlan) -> int | None:
-        """Upload the plan's arrays, and queue the writes of its slots and last tokens into the device's tables.
+        """Queue the upload of the plan's arrays, and the writes of its slots and last tokens into the device's arrays.
 
-        Return the graph size of a decode step, or None to compute without a graph.
+        Return the number of entries of the decode graph to replay, or None to compute without a graph.
         """
         size = self.graphs.size_for(len(plan.rows)) if plan.is_decode else None
         self._there = self._arrays.load(plan, size or 0)
@@ -238,7 +238,7 @@ class DeviceExecutor:
                 self.graphs.capture(self._padded_batch)
 
     def drop_graphs(self) -> None:
-        """Drop the captured graphs. Decode steps queue their kernels one by one until graphs are captured again."""
+        """Free the captured graphs. Decode steps queue their kernels one by one until graphs are captured again."""
         self.graphs.drop()
 
     @property

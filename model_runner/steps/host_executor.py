@@ -120,7 +120,10 @@ class HostExecutor:
         )
 
     def choose(self, logits_LV: F32, plan: StepPlan, params: RowParams) -> Sampled[HostArray]:
-        """Choose tokens by the engine's sampler, then update last tokens, penalty histories and grammar matchers."""
+        """Choose the sampled entries' tokens by the engine's sampler, and return them.
+
+        Also update the rows' last tokens, penalty histories and grammar matchers. ``logits_LV`` may be changed.
+        """
         rows, positions = plan.sampled_rows, plan.sampled_positions
         logits_SV = logits_LV[: len(rows)]
         chosen = choose_tokens(logits_SV, self.rows, rows, params, positions, self._engine.sampler)

@@ -23,7 +23,7 @@ class NativeSteps:
     """Runs common steps on ``engine`` over the ``tables`` of a ``HostExecutor``, which are kept alive."""
 
     def __init__(self, engine: NativeModel, tables: RequestTables, *, clear_begun: bool) -> None:
-        """Prepare the kernels' steps over ``tables``.
+        """Prepare to compute steps on ``engine`` over ``tables``, which are kept alive. Raises ``MemoryError``.
 
         ``clear_begun``: zero the pages that a pass begins and does not fill, because a peer may read them whole.
         """
@@ -55,8 +55,8 @@ class NativeSteps:
     def run(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Chosen | None:
         """Compute the whole ``step`` in one call of the CPU kernels, and return the tokens that it chose.
 
-        ``done`` counts the layers that are computed. Return None, with nothing changed, if the general way must compute
-        the step. That is so if the step asks for more than tokens, or contradicts itself or the ``RequestTables``.
+        ``done`` counts the layers that are computed. Return None, with nothing changed, if the step has to be computed
+        part by part. That is so if the step asks for more than tokens, or contradicts itself or the ``RequestTables``.
         Raises ``MemoryError``.
         """
         entries, tokens = len(step.rows) // 4, len(step.input_ids) // 4

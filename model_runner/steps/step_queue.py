@@ -68,7 +68,7 @@ class StepQueue:
         return len(self._open)
 
     def use(self, steps: Steps) -> None:
-        """Replace the runner: ``steps`` computes later launches and collects the steps that are open."""
+        """Launch later steps by the runner ``steps`` instead, which also collects the steps that are open now."""
         self._steps = steps
 
     @property
@@ -87,7 +87,10 @@ class StepQueue:
         self._open.append(_Open(self._steps.launch(step, ends[0] if ends else NOT_COUNTED), ends))
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step and return its result. At least one step must be open."""
+        """Wait for the oldest step and return its result. At least one step must be open.
+
+        Pages that waited for its end are pushed then.
+        """
         launched, ends = self._open.popleft()
         result = self._steps.collect(launched)
         for done in ends:

@@ -138,7 +138,7 @@ class StepRunner:
             self._wait(pending)
 
     def is_done(self, launched: Launched) -> bool:
-        """Return whether ``collect`` would return without waiting for the device."""
+        """Return whether ``collect`` of this step would return without waiting for the device."""
         return isinstance(launched, StepResult) or bool(launched.arrays) or launched.fetched.is_done()
 
     def collect(self, launched: Launched) -> StepResult:

@@ -45,11 +45,11 @@ class AsItIs:
         self.nbytes = page_bytes
 
     def encode(self, page: Bytes, kept: Bytes) -> None:
-        """Copy the page's bytes unchanged."""
+        """Copy the pool's ``page`` to ``kept`` unchanged."""
         kept[:] = page
 
     def decode(self, kept: Bytes, page: Bytes) -> None:
-        """Copy the kept bytes back unchanged."""
+        """Copy ``kept`` to the pool's ``page`` unchanged."""
         page[:] = kept
 
 
@@ -67,7 +67,10 @@ class Int8:
         self.nbytes = elements + elements // self._block * SCALE_BYTES
 
     def encode(self, page: Bytes, kept: Bytes) -> None:
-        """Write each block's elements as int8, then all blocks' float32 scales. A block of zeros has the scale 0."""
+        """Round ``page`` to int8 by blocks, and write the numbers and then the blocks' float32 scales into ``kept``.
+
+        A block of zeros has the scale 0.
+        """
         values_BE = self._widen(page).reshape(-1, self._block)
         # A block of zeros has no scale; of what is not finite nothing is promised, and the logits' check finds it.
         with np.errstate(invalid="ignore"):
@@ -77,7 +80,7 @@ class Int8:
         kept[self._elements :] = scales_B1.reshape(-1).view(np.uint8)
 
     def decode(self, kept: Bytes, page: Bytes) -> None:
-        """Multiply each block by its scale, and write the elements in the pool's type."""
+        """Multiply each block of ``kept`` by its scale, and write the elements into ``page`` in the pool's type."""
         values_BE = kept[: self._elements].view(np.int8).astype(np.float32).reshape(-1, self._block)
         scales_B1 = kept[self._elements :].view(np.float32)[:, None]
         with np.errstate(invalid="ignore"):

@@ -86,7 +86,10 @@ class CachedWeights:
     """Maps packed models from a folder, and packs those that are missing or damaged."""
 
     def __init__(self, folder: Path, builder: Builder, timeout: float) -> None:
-        """Use ``folder``. ``timeout``: seconds to wait for another process that packs the same model."""
+        """Keep packed models in ``folder``, and pack missing ones by ``builder``.
+
+        ``timeout``: seconds to wait for another process that packs the same model.
+        """
         self._folder = folder
         self._builder = builder
         self._timeout = timeout
@@ -239,7 +242,7 @@ def try_lock(fd: int) -> bool:
 
 
 def is_at(fd: int, path: Path) -> bool:
-    """Return whether the open file ``fd`` still is the one at ``path``."""
+    """Return whether the open file ``fd`` is still the one at ``path``, and not one that was renamed or removed."""
     try:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:

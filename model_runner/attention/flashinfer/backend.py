@@ -63,9 +63,9 @@ class FlashInferAttention(AttentionBackend):
         self._token_rows: list[Tensor] = []
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Plan FlashInfer's kernels for each kind of layer, by lengths on the host.
+        """Plan FlashInfer's kernels for each kind of layer, by lengths that the host knows.
 
-        Page numbers are gathered on the device.
+        The pages' numbers are gathered on the device, without waiting.
         """
         self._batch = batch
         lens = np.array(batch.starts) + np.array(batch.q_lens)

@@ -154,9 +154,10 @@ def _keys(scores: Tensor) -> Tensor:
 
 
 def _highest(keys: Tensor, count: int, block: int) -> Tensor:
-    """Return the ``count`` highest of ``keys`` [..., S], sorted. All keys differ, and S is a multiple of ``block``.
+    """Return the ``count`` highest of ``keys`` [..., S], highest first.
 
-    Long rows are reduced by blocks first: the highest keys lie in the ``count`` blocks with the highest maxima.
+    All keys differ, and S is a multiple of ``block``. Long rows are reduced by blocks first: the highest keys lie in
+    the ``count`` blocks with the highest maxima.
     """
     if block > 1 and keys.shape[-1] > 2 * count * block:
         blocks = keys.view(*keys.shape[:-1], -1, block)

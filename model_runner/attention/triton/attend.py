@@ -35,9 +35,9 @@ def precision(dtype: torch.dtype) -> str:
 
 @triton.jit
 def product(a: tl.tensor, b: tl.tensor, acc: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
-    """Return ``acc`` + ``a`` ``b`` in float32.
+    """Return ``acc`` + ``a`` ``b`` (a matrix product) in float32. PRECISION: what ``precision`` returns.
 
-    PRECISION "widened" is for the interpreter, which takes bfloat16 for integers here.
+    "widened" is for Triton's interpreter, which takes bfloat16 for integers here.
     """
     if PRECISION == "widened":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")

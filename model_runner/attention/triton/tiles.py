@@ -147,10 +147,10 @@ def prefill_tiles(shape: TileShape, capability: int) -> PrefillTiles:
 
 
 def shared_bytes(shape: TileShape, blocks: tuple[int, int, int, int], loops: int = 1) -> int:
-    """Return an upper bound of the shared memory of a program with these tiles, in bytes.
+    """Return an upper bound of the shared memory that a program takes with these tiles, in bytes.
 
-    ``loops``: loops over a row's KV, pipelined or not. A token's page is looked up first and takes half of the stages,
-    which leaves the other half to the copies of keys and values.
+    ``blocks``: rows, tokens, warps and pipeline stages. ``loops``: loops over a row's KV in the kernel. A token's page
+    is looked up first and takes half of the stages, which leaves the other half to the copies of keys and values.
     """
     rows, tokens, _, stages = blocks
     padded = _padded(shape)
@@ -212,7 +212,7 @@ def _padded(shape: TileShape) -> int:
 
 
 def _known(capability: int) -> int:
-    """Return the highest known capability up to ``capability``, or the lowest known one."""
+    """Return the highest compute capability of ``SHARED_BYTES`` up to ``capability``, or else its lowest one."""
     return max((known for known in SHARED_BYTES if known <= capability), default=min(SHARED_BYTES))
 
 

@@ -107,7 +107,7 @@ class SparseTokenToKVPool:
         return x.gather(-1, channels.expand(*x.shape[:3], -1))
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the keys and values of ``layer`` in ``pages`` (int64 [N]): two tensors [N * page_size, K, D]."""
+        """Copy the keys and values of ``layer`` in ``pages`` (int64 [N]) to two tensors [N * page_size, K, D]."""
         starts, shape = self._starts(layer, pages), (-1, self.group.kv_heads, self.group.head_dim)
         keys = self._page_runs.index_select(0, starts // self._step).view(shape)
         return keys, self._page_runs.index_select(0, (starts + self._part) // self._step).view(shape)

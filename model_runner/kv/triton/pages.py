@@ -48,7 +48,7 @@ def scatter_pages(
 
 
 def order_units(layout: KVLayout, source: KVOrder, group: int = 0) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Return the permutation [U] from the order ``source`` to that of ``layout``, for a layer's part of a page.
+    """Return the permutation [U] that brings a layer's part of a page from the order ``source`` to that of ``layout``.
 
     A unit is an element, or a byte if elements have scales. Raises ``ValueError`` if there is one order only.
     """

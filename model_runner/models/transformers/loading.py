@@ -85,7 +85,7 @@ def _read_config(how: LoadRequest) -> Any:
 
 
 def _choose_class(config: Any) -> Any:
-    """Return the class of the causal LM. Raises ``UnsupportedModel`` if the config shows that it can't be run."""
+    """Return transformers' causal LM class for ``config``. Raises ``UnsupportedModel`` if it can't be run here."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel("it is no causal language model")
     if config.is_encoder_decoder:

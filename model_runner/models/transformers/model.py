@@ -38,7 +38,7 @@ class PagedPass:
         self._batch, self._attention, self._layers = batch, attention, 0
 
     def end(self, layers: int) -> None:
-        """End the pass.
+        """End the pass, so that ``attend`` raises until the next ``begin``.
 
         Raises ``RuntimeError`` unless all ``layers`` have attended: the pool would lack the others' KV.
         """
@@ -70,7 +70,7 @@ class LayerAttention:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
     ) -> Tensor:
-        """Attend over the paged KV pool as the layer's ``spec`` says.
+        """Write the KV to the pool, and return the attention over it, [1, T, H, D], as the layer's ``spec`` says.
 
         ``mask`` and ``arguments`` are ignored: the trial pass has derived ``spec`` from those that it was given.
         """

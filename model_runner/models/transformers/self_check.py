@@ -72,7 +72,10 @@ class _Check:
         self._lens = [0] * ROWS
 
     def run(self) -> None:
-        """Run all checks of this module, in order. Raises ``UnsupportedModel`` at the first that fails."""
+        """Compare passes on a small KV pool with the model's own attention.
+
+        Raises ``UnsupportedModel`` at the first difference.
+        """
         with torch.inference_mode():
             self._check_positions()
             self._check_neighbours()

@@ -57,7 +57,7 @@ class StackedLinear:
         return self.experts[expert].forward(x)
 
     def linears(self, prefix: str, *names: str) -> Linears:
-        """Return each expert's linear operation by the names of its projections, in order: ``prefix.7.name``."""
+        """Return each expert's linear operation, by the names of the projections fused in it: ``prefix.7.name``."""
         return {tuple(f"{prefix}.{i}.{name}" for name in names): expert for i, expert in enumerate(self.experts)}
 
     def weights(self, prefix: str, *names: str) -> dict[str, Tensor]:

@@ -34,26 +34,26 @@ class FP8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Return the memory of all parts in bytes."""
+        """Bytes of memory that values and scales take."""
         return self.values.nbytes + self.scales.nbytes
 
     @property
     def outputs(self) -> int:
-        """Return O, the number of outputs."""
+        """Number of outputs (rows), O."""
         return self.values.shape[0]
 
     @property
     def inputs(self) -> int:
-        """Return I, the number of inputs."""
+        """Number of inputs (columns), I."""
         return self.values.shape[1]
 
     @property
     def kind(self) -> str:
-        """Return the name of the format for a log."""
+        """Name of the format, for logs."""
         return "FP8 (W8A8)" if self.eight else "FP8"
 
     def dequantise(self) -> Tensor:
-        """Return the weights as [O, I] float32."""
+        """Return the weight as float32 [O, I]."""
         scales_OS = self.scales.repeat_interleave(self.rows, 1)[:, : self.outputs].T
         if not self.is_blocked:
             return self.values.float() * scales_OS
@@ -81,22 +81,22 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """Return the memory of all parts in bytes."""
+        """Bytes of memory that numbers, scales, zero points and order take."""
         parts = (self.halves, self.scales, self.zeros, self.order)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
     def outputs(self) -> int:
-        """Return O, the number of outputs."""
+        """Number of outputs (rows), O."""
         return self.halves.shape[0]
 
     @property
     def kind(self) -> str:
-        """Return the name of the format for a log."""
+        """Name of the format, for logs."""
         return "four bits"
 
     def dequantise(self) -> Tensor:
-        """Return the weights as [O, I] float32, in the order of activations."""
+        """Return the weight as float32 [O, I], its columns in the order of the activations' elements."""
         numbers = unpack_halves(self.halves, self.inputs).float()
         zeros = SYMMETRIC_ZERO if self.zeros is None else self.zeros.T.float().repeat_interleave(self.group, 1)
         weights = (numbers - zeros) * self.scales.T.float().repeat_interleave(self.group, 1)

@@ -76,7 +76,7 @@ def fp8_tile(tokens: int, *, is_wide: bool = False) -> dict[str, int]:
 
 
 def _quantised(x: Tensor, is_blocked: bool) -> tuple[Tensor, Tensor]:
-    """Return ``x`` in FP8 with its scales [S, T]. S is 1 if each token has one scale."""
+    """Queue rounding ``x`` to FP8, and return it with its scales [S, T]; S is 1 if each token has one scale."""
     tokens, inputs = x.shape
     out = torch.empty(tokens, inputs, dtype=torch.float8_e4m3fn, device=x.device)
     blocks = triton.cdiv(inputs, COLUMNS) if is_blocked else 1

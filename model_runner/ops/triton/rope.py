@@ -42,10 +42,11 @@ def rotate(
     k_weight: Tensor | None = None,
     spec: NormSpec | None = None,
 ) -> None:
-    """Rotate the heads of ``q`` [T, H, D] and ``k`` [T, H', D] in place; elements of a head lie side by side.
+    """Queue the rotation of ``q`` [T, H, D] and ``k`` [T, H', D] in place; elements of a head lie side by side.
 
-    Token ``t`` turns by row ``positions[t]`` ([T] int64) of ``table`` ([C, r] float32), or by row ``t`` where there are
-    no positions. ``q_weight``, ``k_weight``, ``spec``: each head is normalised first, with these weights ([D] float32).
+    Token ``t`` turns by row ``positions[t]`` ([T] int64) of ``table`` ([C, r] float32), or by row ``t`` if there are no
+    positions. ``pairing``: which elements of a head rotate together. ``q_weight``, ``k_weight``, ``spec``: each head is
+    normalised first, with these weights ([D] float32).
     """
     tokens, heads, width = q.shape
     if not tokens:

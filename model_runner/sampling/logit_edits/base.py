@@ -35,7 +35,7 @@ Upload = Callable[[npt.NDArray[Any]], Any]
 
 
 def on_host(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the array itself: the ``Upload`` of logits on the host."""
+    """Return the array itself: it takes the part of ``Device.upload`` for logits on the host."""
     return array
 
 
@@ -92,7 +92,7 @@ class SparseEdit(RowsEdit, HostEdit):
         """
 
     def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload) -> None:
-        """Change the logits at ``places`` by index, in three steps: gather, compute, scatter."""
+        """Queue the change of the logits at ``places``, in three steps: gather, compute, scatter."""
         rows_M, ids_M = map(upload, self.places())
         logits_NV[rows_M, ids_M] = self.new_values(logits_NV[rows_M, ids_M], params, upload)
 

@@ -43,7 +43,7 @@ class Bias(LogitEdit["BiasedRows"]):
         return self._biases[init.row] is not None
 
     def of(self, rows: I64, params: RowParams, positions: I64) -> BiasedRows | None:
-        """Return the biases of the rows that have any, at every position; None if no row has."""
+        """Return the biases of those ``rows`` that have any, at every position; None if no row has."""
         found = ((i, self._biases[row]) for i, row in enumerate(rows.tolist()))
         biases = [(i, bias) for i, bias in found if bias is not None]
         return BiasedRows(biases) if biases else None
@@ -64,5 +64,5 @@ class BiasedRows(SparseEdit):
         return Places.of([(i, bias.ids) for i, bias in self._biases])
 
     def new_values(self, old_M: Any, params: RowParams, upload: Upload) -> Any:
-        """Return the logits plus their biases."""
+        """Return the old logits plus the biases of their tokens."""
         return old_M + upload(np.concatenate([bias.values for _, bias in self._biases]))

@@ -50,10 +50,10 @@ class BannedTokens(SparseEdit):
         self._places = Places.of(banned)
 
     def places(self) -> Places:
-        """Return each row's banned tokens."""
+        """Return the banned tokens of each row that has any."""
         return self._places
 
     def new_values(self, old_M: Any, params: RowParams, upload: Upload) -> Any:
-        """Return -inf for each banned token."""
+        """Return -inf for each banned token, so that it is never chosen."""
         # Of a number a device would wait for the host's copy.
         return upload(np.full(len(self._places.ids), -np.inf, dtype=np.float32))

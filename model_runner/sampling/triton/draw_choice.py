@@ -138,10 +138,11 @@ def _from_list(
     at: tl.tensor,
     LIST: tl.constexpr,
 ) -> tl.tensor:
-    """Apply top-k, top-p and min-p to a row's list, and draw a token of what is left by the uniform number ``at``.
+    """Apply top-k, top-p and min-p to a row's list of tokens, and draw one of the rest by the uniform number ``at``.
 
-    ``words_ptr``: sampling parameters of all rows. ``best``: order of the largest logit. ``size``: entries of the list.
-    ``total``: mass of the whole vocabulary, of which top-p keeps a share unless top-k comes first.
+    ``list_ptr``: their rank keys. ``words_ptr``: sampling parameters of all rows. ``best``: rank key of the row's best
+    token. ``size``: entries of the list. ``total``: mass of the whole vocabulary, of which top-p keeps a share unless
+    top-k comes first.
     """
     index = tl.arange(0, LIST)
     orders = tl.load(list_ptr + index, mask=index < size, other=0)

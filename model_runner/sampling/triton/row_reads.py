@@ -74,9 +74,9 @@ def edited_logits(
     ids: tl.tensor,
     vocab: tl.tensor,
 ) -> tl.tensor:
-    """Return the float32 logits of the row's tokens ``ids`` after its edits; -inf for ids beyond the vocabulary.
+    """Return the float32 logits of the tokens ``ids`` after the row's logit edits; -inf for ids beyond the vocabulary.
 
-    ``logits_ptr`` points to the row's first logit.
+    ``logits_ptr`` points to the row's first logit. ``position``: that of the token to be chosen.
     """
     is_there = ids < vocab
     logits = tl.load(logits_ptr + ids, mask=is_there, other=-float("inf")).to(tl.float32)
