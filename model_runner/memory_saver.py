@@ -115,7 +115,8 @@ class WorkerMemorySaver:
     def trim(self, command: TrimPool) -> PoolTrimmed:
         """Give the memory of unused pages at the pools' ends back to the system, on all ranks; return the bytes freed.
 
-        Pages from ``command.first`` on (``first_window`` in the window pool) are unused. Used again, they are zeros.
+        Pages from ``command.first`` on (``first_window`` in the window pool) are unused. Used again, they are zeros. A
+        failure is told in the answer.
         """
         model, used, error = self._model, self._model.device.used(), ""
         # They first: until they know of it they may commit what they share with this one.

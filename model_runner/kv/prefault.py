@@ -73,7 +73,7 @@ class PoolPrefault:
 
     @property
     def committed(self) -> int:
-        """Bytes committed so far by ``advance``, from the region's beginning."""
+        """Bytes that ``advance`` has committed (faulted in) so far, from the region's beginning."""
         return self._end
 
     @property
@@ -89,7 +89,7 @@ class PoolPrefault:
         return 0 if self._is_idle else IDLE_MS
 
     def used(self, slot: int) -> None:
-        """Note that a step writes up to ``slot``; ``advance`` then commits memory up to a margin beyond it."""
+        """Note that a step writes up to ``slot``; ``advance`` then commits memory up to a margin of bytes beyond it."""
         self._is_idle = False
         if self._region is not None:
             self._target = max(self._target, min((slot + 1) * self._slot_bytes + self._margin, self._most))
@@ -105,15 +105,18 @@ class PoolPrefault:
         self._end = self._looked_until = self._target = 0
 
     def again(self) -> None:
-        """Resume after ``forget``: let ``advance`` commit the margin from the region's beginning."""
+        """Resume after ``forget``, when the region's memory is in use again.
+
+        ``advance`` then commits it from the beginning.
+        """
         if self._region is not None:
             self._target = min(self._margin, self._most)
 
     def advance(self) -> None:
-        """Commit the next slice of the region, if there is one within the margin and the host keeps enough free memory.
+        """Commit (fault in) the next slice of the region ahead of its use, within the margin beyond the last used slot.
 
-        The worker calls this when it has had no work for ``wait_ms``. If the kernel refuses, nothing is committed any
-        more.
+        The worker calls this when it has had no work for ``wait_ms``. Nothing is committed if little memory of the host
+        is free. If the kernel refuses, nothing is committed any more.
         """
         self._is_idle = True
         if self._region is None or self._end >= self._target:

@@ -123,7 +123,7 @@ def _pieces(sizes: StepSizes) -> list[_Entry]:
 
 
 def _run(queue: StepQueue, *steps: list[_Entry]) -> None:
-    """Launch the steps in order, each while the one before is open, and wait until all have ended."""
+    """Launch the steps in order, each while the one before it may still run, and wait until all have ended."""
     for entries in steps:
         queue.launch(_step(entries))
         if queue.is_full:

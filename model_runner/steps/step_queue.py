@@ -73,12 +73,18 @@ class StepQueue:
 
     @property
     def is_full(self) -> bool:
-        """Return whether more than ``ahead`` steps are open, so that one must be collected before the next launch."""
+        """Return whether more than ``ahead`` launched steps are not collected yet.
+
+        One must then be collected before the next launch.
+        """
         return len(self._open) > self._ahead
 
     @property
     def has_result(self) -> bool:
-        """Return whether the oldest step has ended, so that ``collect`` does not wait. A step must be open."""
+        """Return whether the oldest launched step has ended, so that ``collect`` does not wait.
+
+        At least one step must be launched and not collected.
+        """
         return self._steps.is_done(self._open[0].launched)
 
     def launch(self, step: ForwardStep) -> None:
@@ -87,7 +93,7 @@ class StepQueue:
         self._open.append(_Open(self._steps.launch(step, ends[0] if ends else NOT_COUNTED), ends))
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step and return its result. At least one step must be open.
+        """Wait for the oldest launched step and return its result. There must be one that is not collected yet.
 
         Pages that waited for its end are pushed then.
         """

@@ -133,7 +133,9 @@ class StepRunner:
         self.settle(1 if self._model.device.beside else 0)
 
     def settle(self, open_steps: int = 0) -> None:
-        """Wait for the oldest steps until at most ``open_steps`` are open, and drop their results."""
+        """Wait until at most ``open_steps`` launched steps have not ended, the oldest first; drop the results of the
+        others.
+        """
         for pending in self._open[: max(0, len(self._open) - open_steps)]:
             self._wait(pending)
 
