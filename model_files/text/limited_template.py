@@ -50,7 +50,7 @@ class LimitedTemplate:
         """
         self._template = TemplateSource(sources, dict(special_tokens), self._limits)
         try:
-            self._frames.send(self._template)
+            self._frames.send(self._template, self._deadline())
             self._get_ready()
         except (BrokenStream, OSError) as e:
             self.close()
@@ -68,8 +68,8 @@ class LimitedTemplate:
                 self._restart()
             try:
                 self._get_ready()
-                self._frames.send(chat)
-                rendered = self._frames.receive(Rendered, time.monotonic() + self._limits.seconds)
+                self._frames.send(chat, self._deadline())
+                rendered = self._frames.receive(Rendered, self._deadline())
             except (BrokenStream, TokenizerLoadError, OSError) as e:
                 self.close()
                 reason = self._reason(e)
@@ -102,15 +102,19 @@ class LimitedTemplate:
         self._frames.close()
         with suppress(OSError):
             self._start()
-            self._frames.send(self._template)
+            self._frames.send(self._template, self._deadline())
 
     def _get_ready(self) -> None:
         if self._is_ready:
             return
-        reply = self._frames.receive(Rendered, time.monotonic() + self._limits.seconds)
+        reply = self._frames.receive(Rendered, self._deadline())
         if reply.error:
             raise TokenizerLoadError(reply.error)
         self._is_ready = True
+
+    def _deadline(self) -> float:
+        """Return when an exchange with the process that begins now must have ended, by the monotonic clock."""
+        return time.monotonic() + self._limits.seconds
 
     def _reason(self, error: Exception) -> str:
         """Explain why the process, which has been ended, did not answer."""

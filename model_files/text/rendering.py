@@ -60,15 +60,19 @@ class Frames:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
-    def send(self, message: TemplateSource | Conversation | Rendered) -> None:
-        """Send ``message`` with its length before it. Raises ``OSError``."""
+    def send(self, message: TemplateSource | Conversation | Rendered, deadline: float | None = None) -> None:
+        """Send ``message`` with its length before it. Raises ``OSError``, and ``TimeoutError`` at ``deadline``.
+
+        ``deadline``: time of the monotonic clock in seconds; None: no limit.
+        """
         body = _encoder.encode(message)
+        self._limit(deadline)
         self._sock.sendall(_length.pack(len(body)) + body)
 
     def receive(self, kind: type[T], deadline: float | None = None) -> T:
         """Wait for a message and return it. Raises ``BrokenStream``, ``OSError``, or ``TimeoutError`` at ``deadline``.
 
-        ``deadline``: time of the monotonic clock in seconds; None: the socket's timeout stays as it is.
+        ``deadline``: time of the monotonic clock in seconds; None: no limit.
         """
         (length,) = _length.unpack(self._read(_length.size, deadline))
         if length > MAX_FRAME_BYTES:
@@ -85,10 +89,12 @@ class Frames:
     def _read(self, size: int, deadline: float | None) -> bytes:
         data = bytearray()
         while len(data) < size:
-            if deadline is not None:
-                self._sock.settimeout(max(0.001, deadline - time.monotonic()))
+            self._limit(deadline)
             part = self._sock.recv(min(size - len(data), 1 << 20))
             if not part:
                 raise BrokenStream("the other end is closed")
             data += part
         return bytes(data)
+
+    def _limit(self, deadline: float | None) -> None:
+        self._sock.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))

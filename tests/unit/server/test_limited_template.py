@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -128,3 +129,21 @@ def test_surrogates_that_a_template_writes_arrive() -> None:
     template.load(NamedTemplates("{{ '\\ud800' }}"), {})
     assert template.render(chat("")) == "\ud800"
     template.close()
+
+
+def test_a_process_that_reads_nothing_is_replaced() -> None:
+    template = LimitedTemplate(RenderLimits(cpu_seconds=1.0, memory_bytes=1 << 27, seconds=1.0))
+    template.load(NamedTemplates("{{ messages[0].content | length }}"), {})
+    os.kill(template._process.pid, signal.SIGSTOP)
+    with pytest.raises(PromptError, match="takes more than 1 s"):
+        template.render(chat("x" * (8 << 20)))
+    assert template._process.poll() is None
+    template.close()
+
+
+def test_a_process_that_does_not_read_its_template_ends_the_start() -> None:
+    template = LimitedTemplate(RenderLimits(cpu_seconds=1.0, memory_bytes=1 << 27, seconds=1.0))
+    os.kill(template._process.pid, signal.SIGSTOP)
+    with pytest.raises(TokenizerLoadError, match="takes more than 1 s"):
+        template.load(NamedTemplates("x" * (8 << 20)), {})
+    assert template._process.poll() is not None
