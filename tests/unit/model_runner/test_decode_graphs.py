@@ -116,7 +116,7 @@ def same(ours, theirs) -> None:
     assert [len(listed) for listed in ours.input_logprobs] == [len(listed) for listed in theirs.input_logprobs]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2))])
 def test_graphs_answer_as_single_kernels_do_and_nothing_waits(folder, device, monkeypatch, seed: int) -> None:
     steps, plain = (
         StepRunner(recorded_model(folder, device, monkeypatch, cuda_graph_bs="1,3"), ROWS),
