@@ -163,9 +163,7 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def prove(self, holds: Iterable[KVHold]) -> None:
-        """Mark the cached prefixes of these holds as proven if all of their tokens have given finite logits
-        (``proven``).
-        """
+        """Mark the cached prefixes of these holds as proven if all of their KV has given tokens of finite logits."""
 
     @abstractmethod
     def condemn(self, tokens: I32, extra_key: str = "", hold: KVHold | None = None, start: int | None = None) -> int:

@@ -17,34 +17,44 @@ Priority = Callable[["TreeNode"], tuple[int, int]]
 
 
 def lru(node: TreeNode) -> tuple[int, int]:
-    """Order by last use: least recently used first."""
+    """Return a leaf's rank by last use: the least recently used leaf has the lowest, and is evicted first."""
     return node.last_access, 0
 
 
 def lfu(node: TreeNode) -> tuple[int, int]:
-    """Order by matches: least often matched first, among equals the least recently used."""
+    """Return a leaf's rank by matches: the least often matched is evicted first.
+
+    Among equals it is the least recently used.
+    """
     return node.hit_count, node.last_access
 
 
 def fifo(node: TreeNode) -> tuple[int, int]:
-    """Order by age: oldest first."""
+    """Return a leaf's rank by age: the oldest leaf is evicted first."""
     return node.created, 0
 
 
 def mru(node: TreeNode) -> tuple[int, int]:
-    """Order by last use: most recently used first. It keeps the start of a loop over more prompts than fit."""
+    """Return a leaf's rank by last use: the most recently used leaf is evicted first.
+
+    That keeps the start of a loop over more prompts than fit.
+    """
     return -node.last_access, 0
 
 
 def priority(node: TreeNode) -> tuple[int, int]:
-    """Order by the highest priority of the requests that used a node; among equals, least recently used first."""
+    """Return a leaf's rank by the highest priority of the requests that used it; the lowest is evicted first.
+
+    Among equals it is the least recently used.
+    """
     return node.priority, node.last_access
 
 
 def slru(node: TreeNode) -> tuple[int, int]:
-    """Order by segment: nodes that were never matched again first, then the others; least recently used first in each.
+    """Return a leaf's rank by segment: leaves that were never matched again are evicted before those that were.
 
-    So prompts that come once cannot evict prompts that come again, however many they are.
+    In each segment the least recently used is first. So prompts that come once cannot evict prompts that come again,
+    however many they are.
     """
     return int(node.hit_count > 0), node.last_access
 

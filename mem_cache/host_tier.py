@@ -115,7 +115,7 @@ class HostTier:
                 self._free.append(page)
 
     def pin(self, pages: Iterable[int]) -> None:
-        """Pin pages, because a thread reads them beside the worker's loop."""
+        """Keep pages from being reused until ``unpin``: a thread beside the worker's loop reads or writes them."""
         for page in pages:
             self._pins[page] = self._pins.get(page, 0) + 1
 

@@ -49,7 +49,7 @@ class KVEventLog:
 
 
 def make_event_log(options: KVEventOptions, worker: WorkerReady) -> KVEventLog | None:
-    """Make the log; None without ``--kv-events-endpoint``."""
+    """Make the log of pages that the tree stores and loses; None without ``--kv-events-endpoint``."""
     if options.kv_events_endpoint is None:
         return None
     return KVEventLog(model_seed(worker.fingerprint, worker.layout), options.page_size)

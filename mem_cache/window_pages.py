@@ -412,9 +412,9 @@ class WindowPages:
 
 
 def _usable(missing: npt.NDArray[np.bool_], reach: int) -> int:
-    """Return the maximum number of first pages after which no page of the window is missing.
+    """Return how many first pages form the longest prefix with a complete last window.
 
-    The window are the last ``reach`` pages before the end, or all if they are fewer. ``missing`` [N]: whether a page
+    That window is the prefix's last ``reach`` pages, or all of them if they are fewer. ``missing`` [N]: whether a page
     has lost its window page.
     """
     count = len(missing)

@@ -349,7 +349,10 @@ class Claims:
         return [one.req for one in victims]
 
     def _may_revoke(self, one: Reservation, rank: int, now: float) -> bool:
-        """Return whether a stalled reservation may be asked back for a computing claim of rank ``rank``."""
+        """Return whether the stalled reservation ``one`` may be asked back for a computing claim of rank ``rank``.
+
+        It may if its own priority is lower (a higher rank), or if its patience is over.
+        """
         return self._waiting.rank(one.req) > rank or now - one.since >= one.patience
 
     def _patience(self, req: Req) -> float:

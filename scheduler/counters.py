@@ -42,7 +42,7 @@ class Counters:
         self.compiled_kernels = 0
 
     def step_done(self, step: InFlightStep, result: StepResult) -> None:
-        """Count a step with its result."""
+        """Count a finished step: its tokens, its duration and the kernels compiled for it."""
         shape = step.step_estimate.shape
         self.steps += 1
         self.decode_tokens += shape.decodes

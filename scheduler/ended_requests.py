@@ -52,7 +52,7 @@ class EndedRequests:
         self._tokens = 0
 
     def get(self, rid: str) -> KnownRequest | None:
-        """Return the remembered request of this name, or None."""
+        """Return what is remembered of the ended request ``rid``, or None."""
         return self._ended.get(rid)
 
     def remember(self, req: Req) -> None:

@@ -70,7 +70,7 @@ class _Competition:
         return sum(1 for name in self._work if name not in self.here)
 
     def of(self, name: str) -> float:
-        """Return the counter of a name, the work done for it; an unknown name would begin at the clock."""
+        """Return the counter of a name, the work done for it; for an unknown name the clock, where it would begin."""
         return self._work.get(name, self._clock)
 
     def comes(self, name: str) -> None:
@@ -127,9 +127,7 @@ class _Competition:
             self._line.clear()
 
     def add(self, name: str, work: float) -> None:
-        """Charge the name for work that was done for it, and advance the clock by an equal part for each competing
-        name.
-        """
+        """Charge the name for work done for it. Advance the clock by the work, divided by the number of names."""
         self._work[name] = self.of(name) + work
         self._clock += work / max(1, len(self.here))
         if name in self._waiting:

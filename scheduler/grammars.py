@@ -58,7 +58,9 @@ class PreparedGrammars:
         return False
 
     def queued(self, req: Req) -> None:
-        """Set a request that was just queued aside if its grammar is not compiled, until it is."""
+        """Keep a request that was just queued from being tried until its grammar is compiled, if that is not the case
+        yet.
+        """
         if not self.is_ready(req.msg):
             self._waiting.park(req)
             grammar = req.msg.sampling.grammar

@@ -64,7 +64,7 @@ class Handovers(Protocol):
 
     @property
     def membership(self) -> Membership:
-        """The instance among others."""
+        """This instance's registration at its bootstrap server, and its connections to peers as a whole."""
 
     @property
     def may_resize(self) -> bool:
@@ -149,7 +149,7 @@ class NoMembership:
         """Return None: no bootstrap server knows this instance."""
 
     def refusal(self) -> Refusal:
-        """Return that this instance exchanges no KV."""
+        """Return the refusal of every request with a hand-over: this instance exchanges no KV."""
         return NO_EXCHANGE
 
     def names_here(self, where: Bootstrap) -> bool:

@@ -87,7 +87,7 @@ class ItlBudget:
         return limit_ms / self.margin - self._model.overhead_ms
 
     def promise(self, estimate_ms: float, limit_ms: float) -> Promise:
-        """Return the promise of a planned step: the expected time between two results, and its limit.
+        """Return the promise of a planned step: the expected time between two results, and the limit ``limit_ms``.
 
         ``estimate_ms``: estimate of its ``forward_ms`` alone.
         """

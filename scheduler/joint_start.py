@@ -45,7 +45,7 @@ class JointStart:
     def holds(self, room: StepRoom, prompts: Iterable[Req], now: float) -> bool:
         """Return whether the step with this ``room`` should leave the last token of each prompt to a later step.
 
-        So no request begins to decode yet, and the prompts of the others are computed faster. ``prompts``: those to
+        So no request begins to decode yet, and the prompts that follow are computed faster. ``prompts``: those to
         compute here, in order, as far as they may have memory.
         """
         if self._budget.itl is None or not self._budget.may_cut or room.is_timed:
@@ -75,7 +75,10 @@ class JointStart:
         return False
 
     def _slowdown(self, ready: list[Req], token_ms: float) -> float:
-        """Return the factor by which prompts are slower beside the decodes of the ``ready`` requests."""
+        """Return the factor by which prompts would be slower beside the decodes of the ``ready`` requests.
+
+        ``token_ms``: milliseconds of a prompt token without decodes.
+        """
         decodes = StepShape(len(ready), sum(req.total_len for req in ready))
         room = self._budget.room(decodes, awaited=False, refused=0)
         piece = self._budget.fitting(room, decodes, 0, room.tokens)

@@ -352,7 +352,7 @@ class KVDebug:
         )
 
     def _known(self, question: _Question, index: int) -> Known | None:
-        """Return what a page of the question is to be compared with, or None for nothing."""
+        """Return the hashes to compare page ``index`` of the question with; None if there are none."""
         if question.place is Place.TRANSFER:
             theirs = question.theirs[index] if question.theirs else ()
             return Known(theirs, AT_SENDER) if any(any(part) for part in theirs) else None

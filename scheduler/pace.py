@@ -35,7 +35,10 @@ class PaceMeter:
         self._at = 0.0
 
     def step_done(self, step_estimate: StepEstimate, forward_ms: float, now: float) -> None:
-        """Learn the prompts' share of a step's time: all beyond the estimated time of its decodes alone."""
+        """Learn the share of time that prompts take from a step with prompts, which took ``forward_ms``.
+
+        All beyond the estimated time of its decodes alone counts as theirs.
+        """
         shape = step_estimate.shape
         if not shape.prompt_tokens:
             return

@@ -59,7 +59,7 @@ class PhaseClock:
     # --- hand-overs ---
 
     def mark(self, now: float) -> None:
-        """Note that the peer asks for the prompt now: it waits for what this instance spends on it from now on."""
+        """Note that the peer asks for the prompt at ``now``. ``before_mark`` then returns what was spent before."""
         self.upto(now)
         self._marked = {phase: self.spent(phase, self.here) for phase in Phase}
 

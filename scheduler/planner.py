@@ -239,7 +239,10 @@ class StepPlanner:
         return StepShape(len(decoding), sum(r.computed for r in decoding))
 
     def _plan_decodes(self, builder: StepBuilder, now: float) -> bool:
-        """Add the decoding requests to the step. Return whether one of them could not continue for lack of memory."""
+        """Add one token of each decoding request to the step. Retract requests if slots are short.
+
+        Return whether a request could not continue for lack of memory that hand-overs hold.
+        """
         reqs = [r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens]
         reqs = self._memory.room.growable(reqs)
         is_short = False

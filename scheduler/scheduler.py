@@ -164,7 +164,8 @@ class Scheduler:
     def fail(self, req: Req, status: int, message: str, kind: str = "server_error", code: str | None = None) -> None:
         """End a request because of a fault, and send its client its pending output and an error.
 
-        A request that has ended already is ignored.
+        ``status``: HTTP status. ``kind`` and ``code``: fields of the error. A request that has ended already is
+        ignored.
         """
         if req.is_ended:
             return

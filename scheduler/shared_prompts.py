@@ -86,7 +86,7 @@ class SharedPrompts:
         return found
 
     def _common(self, req: Req, first: Req) -> int:
-        """Return the tokens, in whole pages, that both begin with and that ``req`` may take from the cache."""
+        """Return how many first tokens, in whole pages, both have in common and ``req`` may take from the cache."""
         if req.msg.extra_key != first.msg.extra_key or first.hold is None or not first.hold.verified:
             return 0
         length = min(req.longest_reusable_prefix, first.known_len)
@@ -94,7 +94,7 @@ class SharedPrompts:
 
 
 def _shared(first: Req) -> int:
-    """Return how many tokens of a request's own prompt others find in the cache."""
+    """Return how many tokens of the prompt of ``first`` other requests can find in the cache."""
     return first.hold.cached_len if first.hold is not None else 0
 
 

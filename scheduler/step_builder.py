@@ -142,7 +142,10 @@ class StepBuilder:
         req.computed = end
 
     def _score_prompt(self, req: Req, start: int, end: int) -> None:
-        """Ask for the logprobs of prompt tokens that this chunk's logits score, unless an earlier pass brought them."""
+        """Ask for the logprobs of prompt tokens that the chunk of positions ``[start, end)`` can score.
+
+        Those that an earlier pass was asked for are left out.
+        """
         position, beyond, logprobs = max(req.to_score, start + 1), min(end + 1, req.prompt_len), req.msg.logprobs
         if logprobs is not None and position < beyond:
             targets = pack_i32(req.token_ids[position:beyond])

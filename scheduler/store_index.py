@@ -61,7 +61,7 @@ class StoreIndex:
         return self._seen.get(rid, 0)
 
     def forget(self, rid: str) -> None:
-        """Forget the request's probe and its result."""
+        """Forget the question to the store about the request's pages, and its answer."""
         self._looking.pop(rid, None)
         self._seen.pop(rid, None)
 

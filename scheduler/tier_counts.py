@@ -30,6 +30,6 @@ class TierCounts:
         self.store_seconds = 0.0
 
     def hit(self, found: CachedBeyond) -> None:
-        """Count the tokens in other tiers that a request began with."""
+        """Count the prompt tokens that a request found in other tiers than the pool."""
         self.hit_host += found.host
         self.hit_store += found.store

@@ -175,11 +175,11 @@ class KVTiers:
     def load(
         self, req: Req, cached: int, host_pages: Sequence[int], pool_pages: I32, *, more: bool = False
     ) -> set[bytes]:
-        """Plan the copies of host pages into these pages of the pool, and into their window pages, before the next
-        step.
+        """Plan the copies of ``host_pages`` to ``pool_pages``, and to the window pages of these, before the next step.
 
         Return the hashes of those that the store has just brought. They count as cache hits unless the request was
-        admitted before. ``more``: the request has loaded a part of this prefix before.
+        admitted before. ``cached``: tokens that precede them. ``more``: the request has loaded a part of this prefix
+        before.
         """
         behind = self._window_pages(pool_pages)
         for page, window_page, host_page in zip(pool_pages.tolist(), behind, host_pages, strict=True):

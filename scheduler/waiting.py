@@ -175,7 +175,7 @@ class WaitingQueue:
         return [r for r in others if self.rank(r) < rank] + self.policy.ahead_of(req, uncached, alike)
 
     def is_before(self, waiting: Req, begun: Req) -> bool:
-        """Return whether a waiting request goes before one that is in the middle of its prompt."""
+        """Return whether the request ``waiting`` goes before ``begun``, which is in the middle of its prompt."""
         if self.rank(waiting) != self.rank(begun):
             return self.rank(waiting) < self.rank(begun)
         return self.policy.is_before(waiting, begun)

@@ -115,7 +115,10 @@ class KVManager:
         return self.receivers.warning(now)
 
     def add(self, req: Req, where: Bootstrap, now: float) -> None:
-        """Open a hand-over for a request with its prefill and decode on two instances, on the side of its route."""
+        """Open a hand-over for a request with its prefill and decode on two instances, on the side of its route.
+
+        ``where``: bootstrap room, and bootstrap address of the prefill.
+        """
         if req.route is Route.OUTGOING:
             self.senders.add(req, where.room, now)
         else:

@@ -224,7 +224,10 @@ class Peers:
         self._join(peer, identity, dialling=True)
 
     def _join(self, peer: Peer, identity: int, *, dialling: bool) -> None:
-        """Assign the connection ``identity`` to ``peer``, and queue our Hello as its first message."""
+        """Assign the connection ``identity`` to ``peer``, and queue our Hello as its first message.
+
+        ``dialling``: whether this instance has dialled, so that the Hello carries the metadata.
+        """
         peer.connection = identity
         self.table.by_connection[identity] = peer
         peer.unsent = [self._local.hello(peer.epoch, peer.number, dialling=dialling)]
@@ -236,7 +239,7 @@ class Peers:
                 self._lost(self.table.by_connection[identity], reason, now)
 
     def _lost(self, peer: Peer, reason: str, now: float) -> None:
-        """Switch a peer with a lost connection to its spare one, or end it if it has none."""
+        """Switch a peer with a lost connection to a second one that it has made, or end the peer if there is none."""
         if peer.state is not PeerState.GREETING or peer.spare is None:
             self._gone(peer, reason)
             return

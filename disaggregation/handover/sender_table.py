@@ -281,7 +281,7 @@ class SenderTable:
             self.pushes.on_prompt_computed(req, sender.first.token, sender.first.logprob)
 
     def _leaves_whole(self, req: Req) -> bool:
-        """Return whether a prompt's KV is too small to be pushed layer by layer, so that computing it ahead costs
+        """Return whether a prompt's KV is too small to be pushed layer by layer, so that computing it ahead loses
         nothing.
 
         Pushing by layers requires the decode's request before the step begins. For a long prompt that is worth more

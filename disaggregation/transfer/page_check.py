@@ -47,7 +47,11 @@ class PageCheck:
         *,
         hashed: bool = True,
     ) -> None:
-        """Create a check. ``landed``: the pages of each group that has bytes."""
+        """Prepare the check of a hand-over's received pages; ``step`` makes it.
+
+        ``landed``: the pages of each group that has bytes. ``slices``: the sender's checksums. ``hashed``: whether
+        there are checksums to compare.
+        """
         self.handover = handover
         self._landed = {part.group: part for part in landed}
         self._slices = slices

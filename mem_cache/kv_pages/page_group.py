@@ -48,7 +48,10 @@ class PageGroup:
     def of(
         cls, group: KVGroup, region: Region, staging: Staging | None = None, direct: Direct | None = None
     ) -> PageGroup:
-        """Make the page group of the layout's group ``group``, with the model's layers that it has."""
+        """Make the page group of the layout's group ``group``, with the model's layers that it has, in ``region``.
+
+        ``staging`` or ``direct`` is set if the pool is on a device.
+        """
         return cls(region, group.page_bytes, group.num_layers, group.layers, staging, direct)
 
     @property
@@ -85,7 +88,7 @@ class PageGroup:
 
 
 def neighbour_spans(src: I32, dst: I32, page_bytes: int) -> tuple[Spans, Spans]:
-    """Return two arrays of spans: of the whole pages ``src`` in this pool, and of ``dst`` in the peer's.
+    """Return two arrays of spans in bytes: of the whole pages ``src`` in this pool, and of ``dst`` in the peer's.
 
     Both have as many rows. Pages that are neighbours on both sides share one span.
     """

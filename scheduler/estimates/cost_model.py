@@ -136,9 +136,7 @@ class _Outcome(NamedTuple):
 
     @property
     def region(self) -> int:
-        """Index of the step's region: its range of tokens, with or without prompt tokens. It makes older steps of it
-        fade.
-        """
+        """Index of the step's region, which is its range of tokens, with or without prompt tokens."""
         return bisect_right(KNOTS, self.shape.tokens) - 1 + (SEGMENTS if self.shape.prompt_tokens else 0)
 
 
@@ -238,7 +236,10 @@ class CostModel:
         return low
 
     def learn(self, shape: StepShape, forward_ms: float, estimated_ms: float) -> None:
-        """Learn from a step. ``estimated_ms``: its estimate when it was planned, by which the model is judged."""
+        """Learn the cost of steps from one of this ``shape`` that took ``forward_ms``.
+
+        ``estimated_ms``: its estimate when it was planned, by which the model is judged.
+        """
         self.steps += 1
         self._recent_errors.append(forward_ms / estimated_ms - 1)
         ms, typical = max(forward_ms, MIN_MS), self._typical_error
@@ -255,7 +256,7 @@ class CostModel:
             self._fit()
 
     def learn_overhead(self, ms: float) -> None:
-        """Learn the overhead: the time between two results beyond the second step's ``forward_ms``."""
+        """Learn the overhead of a step: the ``ms`` between two results beyond the second step's ``forward_ms``."""
         allowed = max(self.overhead_ms, 0.1)
         self.overhead_ms += min(max(ms - self.overhead_ms, -allowed), allowed) / OVERHEAD_STEPS
 

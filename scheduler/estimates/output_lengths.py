@@ -42,9 +42,10 @@ class OutputLengths:
         died[min(int(np.searchsorted(EDGES, length)), len(EDGES) - 1)] += 1
 
     def survival(self, most: Sequence[int], have: Sequence[int], ahead: F64) -> F64:
-        """Return [N, T]: how likely each of N running requests goes on for more than ``ahead`` [T] further tokens.
+        """Return [N, T]: the probability that each of N running requests generates more than ``ahead`` [T] further
+        tokens.
 
-        ``most`` [N]: their ``max_new_tokens``. ``have`` [N]: what they have generated so far.
+        ``most`` [N]: their ``max_new_tokens``. ``have`` [N]: tokens that they have generated so far.
         """
         tops, done = np.array(most, dtype=np.int64), np.array(have, dtype=np.float64)
         classes = np.array([m.bit_length() for m in most], dtype=np.int64)
@@ -59,15 +60,15 @@ class OutputLengths:
         return alive
 
     def mean(self, max_new_tokens: int) -> float:
-        """Return the expected output length of a request with this maximum."""
+        """Return the expected output length, in tokens, of a request with this maximum."""
         alive = np.exp(self._log_curve(max_new_tokens.bit_length(), np.empty(0)))
         edges = np.minimum(FROM_ZERO, max_new_tokens)
         return float(((alive[1:] + alive[:-1]) / 2 * np.diff(edges)).sum())
 
     def _log_curve(self, name: int, running: F64) -> F64:
-        """Return [E + 1]: log of the share of a class that is longer than 0 and than each edge.
+        """Return [E + 1]: for output length 0 and for each edge, the log of the share of outputs that are longer.
 
-        ``running``: present lengths of the requests that still run.
+        ``name``: number of the class. ``running``: present lengths of its requests that still run.
         """
         died = self._died[name] if name in self._died else self._prior(name)
         came = died[::-1].cumsum()[::-1]

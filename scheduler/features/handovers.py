@@ -77,7 +77,7 @@ class HandoverFeature(Feature):
 
     @answers(TransfersReq)
     def list_transfers(self, question: TransfersReq, now: float) -> Transfers:
-        """List the open hand-overs, the oldest first."""
+        """Return the open hand-overs and migrations, oldest first and at most ``MAX_TRANSFERS``, and their number."""
         rooms = self._handovers.transfers(now)
         rooms.sort(key=lambda room: -room["seconds"])
         return Transfers(len(rooms), rooms[:MAX_TRANSFERS])

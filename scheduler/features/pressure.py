@@ -35,8 +35,9 @@ class Pressure(StrEnum):
 
 
 def pressure(left: float, waiting: int, since_retraction: float) -> Pressure:
-    """Return the level for a share of the pool that is ``left`` and a number of ``waiting`` requests without memory.
+    """Return how short KV memory is: none, some or high.
 
+    ``left``: share of the pool that is free or cached. ``waiting``: number of requests without memory.
     ``since_retraction``: seconds since the last retraction, infinity for never.
     """
     if since_retraction < HIGH_SECONDS or (waiting and left < HIGH_SHARE):

@@ -111,6 +111,8 @@ class SessionFeature(Feature):
     ) -> SnapshotResult | None:
         """Answer with ``state``: at once without a KV store or KV to save, otherwise when the store has the KV (return
         None).
+
+        ``known``: tokens of the request. ``req``: the request itself if it is live.
         """
         tiers, memory = self._scheduler.tiers, self._scheduler.memory
         page_size = memory.pool.page_size

@@ -72,7 +72,9 @@ class SchedulePolicy(ABC):
         return reqs
 
     def is_before(self, waiting: Req, begun: Req) -> bool:
-        """Return whether a waiting request goes before one that is in the middle of its prompt; here never."""
+        """Return whether the request ``waiting`` goes before ``begun``, which is in the middle of its prompt; here
+        never.
+        """
         return False
 
     def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:

@@ -116,9 +116,9 @@ class PrefixIndex:
         self._free.append(slot)
 
     def stored(self, extra_key: str, tokens: I32, start: int) -> None:
-        """Raise the bounds of prompts that begin like ``tokens`` [N]: the whole pages of these are cached now.
+        """Raise the upper bounds of the cached prefix of all prompts that begin like ``tokens`` [N].
 
-        ``[0, start)`` of them were cached before.
+        The whole pages of ``tokens`` are cached now; ``[0, start)`` of them were cached before.
         """
         end = len(tokens) // self._page * self._page
         if end <= start or not self._keys:

@@ -44,7 +44,7 @@ class KVReturns:
         """Begin to offer the KV of a request, which is about to finish, to the prefill that computed its prompt.
 
         The KV is cached here, too, and its memory pinned until the return is over. Do nothing if the request has no
-        hand-over, if no whole page of output is computed, or if other requests need the memory.
+        hand-over or no whole page of output, or if returns are too many or memory is short.
         """
         where, hold = req.msg.bootstrap, req.hold
         computed = min(req.computed, req.known_len) // self._page_size * self._page_size

@@ -196,7 +196,7 @@ class MigrationSource:
             self._again_at[move.req.rid] = self._now + AGAIN_SECONDS
 
     def on_over(self, move: Migration) -> None:
-        """Remove the migration from the table of open ones. Does nothing if it failed and was removed then."""
+        """Remove the migration from the open ones. Do nothing if it failed and was removed then."""
         if self._moves.get(move.req.rid) is move:
             del self._moves[move.req.rid]
 

@@ -156,7 +156,7 @@ class MigrationTarget:
     # --- KVConsumer ---
 
     def on_allocated(self, receiver: KVReceiver) -> None:
-        """Do nothing: the lookup of its prompt was counted where it came in."""
+        """Do nothing: the request's look-up in the prefix cache was counted by the instance that it comes from."""
 
     def landed(self, receiver: KVReceiver, there: Timing, now: float) -> None:
         """Tell the other instance that its request, the KV of which is here and verified, can run here (``MoveReady``).

@@ -53,9 +53,7 @@ class IpcDriver(Protocol):
         ...
 
     def copy(self, pieces: Sequence[DeviceCopy]) -> Any:
-        """Queue copies, and return a ticket for ``is_done``, which is to be asked until it returns True. Raises
-        ``LinkLost``.
-        """
+        """Queue the copies ``pieces`` on the device, and return a ticket for ``is_done``. Raises ``LinkLost``."""
         ...
 
     def is_done(self, ticket: Any) -> bool:

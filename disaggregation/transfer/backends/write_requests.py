@@ -112,9 +112,9 @@ class WriteRequestReader(ABC):
         self._ungranted.clear()
 
     def _give_leave(self, kind: LeaseMessage, batch: Batch, place: int, count: int) -> None:
-        """Tell the writer to write the next ``count`` pages of ``batch`` at offset ``place``, in bytes.
+        """Tell the writer to write the next ``count`` pages of ``batch``.
 
-        ``kind``: whether that is an offset of the slabs or means the pool.
+        ``kind``: SLAB, into the slabs at offset ``place`` in bytes, or POOL, where they belong in the pool.
         """
         self._say(kind, batch.number, place, count)
         self._link.stream.last_progress = time.monotonic()  # the stall limit counts from this leave
