@@ -33,7 +33,10 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrepareGrammar(Message):
-    """Scheduler → worker: compile a grammar beside the steps. Answered by ``GrammarPrepared``."""
+    """Scheduler → worker: compile a grammar beside the steps, and keep it until ``ForgetGrammar``.
+
+    Answered by ``GrammarPrepared``.
+    """
 
     number: int
     grammar: Grammar
@@ -41,5 +44,13 @@ class PrepareGrammar(Message):
 
 class GrammarPrepared(Message):
     """Worker → scheduler: the grammar of this ``number`` is compiled, or cannot be."""
+
+    number: int
+    nbytes: int = 0
+    """Estimate of the memory that it takes."""
+
+
+class ForgetGrammar(Message):
+    """Scheduler → worker: drop the compiled grammar of this ``number``. No living request has it."""
 
     number: int

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from .base import HandoverId, Message
-from .grammar import GrammarPrepared, PrepareGrammar
+from .grammar import ForgetGrammar, GrammarPrepared, PrepareGrammar
 from .kv_debug import HashPages, PagesHashed
 from .memory import MemoryChanged, MemoryCommand, MemoryUse, PoolTrimmed, TrimPool, Unreleasable
 from .outputs import TokenLogprob
@@ -490,7 +490,15 @@ PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendProgress | SendEnded | PagesVerified
 WorkerCommand = (
-    ForwardStep | SendCommand | TierCommand | MemoryCommand | TrimPool | HashPages | ProfileCommand | PrepareGrammar
+    ForwardStep
+    | SendCommand
+    | TierCommand
+    | MemoryCommand
+    | TrimPool
+    | HashPages
+    | ProfileCommand
+    | PrepareGrammar
+    | ForgetGrammar
 )
 WorkerEvent = (
     WorkerReady

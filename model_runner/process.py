@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ..mem_cache.kv_pages.region import RegionError
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
-from ..messages.grammar import PrepareGrammar
+from ..messages.grammar import ForgetGrammar, PrepareGrammar
 from ..messages.kv_debug import HashPages
 from ..messages.memory import MemoryCommand, MemoryUse, TrimPool, Unreleasable
 from ..messages.profiling import StartProfile, StopProfile
@@ -202,7 +202,7 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
             copied = worker.tiers.obey(command)
             if copied is not None:
                 events.send(copied)
-        elif isinstance(command, PrepareGrammar):
+        elif isinstance(command, PrepareGrammar | ForgetGrammar):
             worker.grammars.obey(command)
         elif isinstance(command, HashPages):
             events.send(worker.hasher.obey(command))

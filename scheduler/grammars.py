@@ -3,16 +3,20 @@
 A large schema takes hundreds of milliseconds, and steps must not wait for it. So a request is parked as it is queued,
 and tried when its grammar is compiled. One with a peer's KV is not parked: its peer has to compile the same grammar.
 
-The worker forgets all but the last grammars, and compiles a forgotten one in its step. So few are asked for at a time,
-API keys take turns, and none is asked for while requests with ``READY`` others wait to start.
+A grammar is wanted → asked for → compiled → forgotten. The worker keeps it until it is told to forget it, and would
+compile a forgotten one in its step. So none of a living request is forgotten, as it may be retracted and start again.
+The others are forgotten, the longest unused first, while there are more than ``READY`` or they take more than
+``MAX_BYTES``. Few are asked for at a time, API keys take turns, and none is asked for while those of living requests
+fill the limits.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-from ..messages.grammar import Grammar, GrammarPrepared, PrepareGrammar
+from ..messages.grammar import ForgetGrammar, Grammar, GrammarPrepared, PrepareGrammar
 from ..messages.requests import GenerateReq
 from ..runtime.key_queue import KeyQueue
 from .handlers import receives
@@ -22,16 +26,32 @@ from .waiting import WaitingQueue
 AT_ONCE = 2
 """Grammars that the worker is asked for at a time: one is compiled, and the next one is there."""
 READY = 48
-"""Grammars that are known to be compiled; fewer than the worker remembers."""
+"""Compiled grammars that unused ones add up to, or that waiting requests are to start with."""
+MAX_BYTES = 1 << 28
+"""Memory of compiled grammars, as estimated, beyond which no more are compiled. Those being compiled may exceed it."""
+
+
+class Compiled(NamedTuple):
+    """A grammar that the worker has compiled."""
+
+    number: int
+    nbytes: int
 
 
 class PreparedGrammars:
     """Owner of the requests that are parked for their grammar."""
 
-    def __init__(self, waiting: WaitingQueue, send: Callable[[PrepareGrammar], None]) -> None:
+    def __init__(
+        self,
+        living: Mapping[str, Req],
+        waiting: WaitingQueue,
+        send: Callable[[PrepareGrammar | ForgetGrammar], None],
+    ) -> None:
+        self._living = living
         self._waiting = waiting
         self._send = send
-        self._ready: OrderedDict[Grammar, None] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
+        """Grammars that the worker keeps, the longest unused first."""
         self._wanted: KeyQueue[Grammar] = KeyQueue()
         """Grammars that the worker has not been asked for."""
         self._asked: dict[int, Grammar] = {}
@@ -48,8 +68,8 @@ class PreparedGrammars:
         grammar = msg.sampling.grammar
         if grammar is None:
             return True
-        if grammar in self._ready:
-            self._ready.move_to_end(grammar)
+        if grammar in self._compiled:
+            self._compiled.move_to_end(grammar)
             return True
         if grammar not in self._parked:
             self._parked[grammar] = []
@@ -78,7 +98,10 @@ class PreparedGrammars:
             self._send(PrepareGrammar(self._number, grammar))
 
     def _has_room(self) -> bool:
-        """Return whether the worker can compile one more grammar, and forget none that a waiting request needs."""
+        """Return whether the worker can compile one more beside those of living requests."""
+        used = self._used()
+        if sum(one.nbytes for grammar, one in self._compiled.items() if grammar in used) >= MAX_BYTES:
+            return False
         needed: set[Grammar] = set()
         for req in self._waiting.values():
             grammar = req.msg.sampling.grammar
@@ -88,15 +111,27 @@ class PreparedGrammars:
                     return False
         return True
 
+    def _used(self) -> set[Grammar | None]:
+        return {req.msg.sampling.grammar for req in self._living.values()}
+
+    def _forget(self) -> None:
+        """Have the worker forget grammars that no living request has, while there are too many."""
+        used, nbytes = self._used(), sum(one.nbytes for one in self._compiled.values())
+        for grammar in [grammar for grammar in self._compiled if grammar not in used]:
+            if len(self._compiled) <= READY and nbytes <= MAX_BYTES:
+                return
+            forgotten = self._compiled.pop(grammar)
+            nbytes -= forgotten.nbytes
+            self._send(ForgetGrammar(forgotten.number))
+
     @receives(GrammarPrepared)
     def on_prepared(self, event: GrammarPrepared, now: float) -> None:
         """Let the requests that waited for the compiled grammar compete for memory again, and ask for the next
         grammars.
         """
         grammar = self._asked.pop(event.number)
-        self._ready[grammar] = None
-        if len(self._ready) > READY:
-            self._ready.popitem(last=False)
+        self._compiled[grammar] = Compiled(event.number, event.nbytes)
+        self._forget()
         for req in self._parked.pop(grammar):
             self._waiting.give_back(req)
         self.ask()

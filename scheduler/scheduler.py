@@ -72,8 +72,8 @@ class Scheduler:
         cost_model = make_cost_model(worker)
         self.instance_role = CurrentRole(options.disaggregation_mode)
         self.planner = StepPlanner(options, self.memory, worker.device, cost_model, self.instance_role)
-        self.grammars = PreparedGrammars(self.planner.waiting, outbox.to_worker)
         self.reqs: dict[str, Req] = {}
+        self.grammars = PreparedGrammars(self.reqs, self.planner.waiting, outbox.to_worker)
         self.ended_requests, self.forks = EndedRequests(), Forks(self.reqs)
         self.counters = Counters()
         self.draining, self.completed_step = False, 0

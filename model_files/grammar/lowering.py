@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ...messages.grammar import Grammar
+from .complements import required_names
 from .errors import GrammarError
 from .formats import with_exact_formats
 from .rewrites import Rewriter
@@ -43,7 +44,7 @@ def lower(grammar: Grammar, special_id: SpecialId = lambda text: None) -> str:
             body = LOWER[grammar.kind](grammar.source)
     except GrammarError:
         raise
-    except (ValueError, TypeError, KeyError, RecursionError, msgspec.ValidationError) as e:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgspec.ValidationError) as e:
         raise GrammarError(f"{grammar.kind}: {e}") from e
     begin, end = (marker.strip() for marker in grammar.reasoning)
     if not end:
@@ -90,28 +91,63 @@ def _json_schema(source: str) -> dict[str, Any]:
     return {"name": "body", "json_schema": _usable({"allOf": [False]} if schema is False else schema or {})}
 
 
-def _refuse_controls(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return ``schema`` unchanged. Raises ``GrammarError`` for constants and names with certain control characters.
+def _refuse_unclear(schema: dict[str, Any]) -> dict[str, Any]:
+    """Raise ``GrammarError`` for what llguidance would take for something else.
 
-    Only an escape by number can write these. Without such escapes (see ``ESCAPES``), llguidance leaves them out.
+    - Constants and names with characters that only an escape by number can write. Without such escapes (see
+      ``ESCAPES``), it leaves these characters out.
+    - A reference to another document beside an `$id`. Until draft 7, the `$id` does not count there.
     """
     texts = json.dumps([schema.get(key) for key in ("const", "enum", "properties", "required")])
     if NUMBERED_CONTROL.search(texts):
         raise GrammarError("json_schema: control characters in constants and names of properties are not supported")
+    if schema.keys() & {"$id", "id"} and isinstance(to := schema.get("$ref"), str) and not to.startswith("#"):
+        raise GrammarError(f"json_schema: $ref {to[:64]!r} beside $id depends on the draft; leave out this $id")
     return schema
 
 
 def _usable(schema: Any) -> dict[str, Any]:
-    """Return a JSON schema in a form that llguidance can use. It is rewritten only if it cannot be used as it is."""
+    """Return ``schema`` as llguidance can use it, wherever the client gave it.
+
+    It is rewritten only if it cannot be used as it is.
+    """
+    change_all(schema, _refuse_unclear)
+    whole = {} if schema is True else schema
+    plain = _readable(whole)
+    for made in (plain, *(_readable(Rewriter(whole, narrowest).rewritten()) for narrowest in (False, True))):
+        if not _reason(made):
+            return made
+    # The reason is about the schema that the client knows.
+    change_all(plain, _refuse_counts)
+    return plain
+
+
+def _readable(schema: Any) -> dict[str, Any]:
+    exact = with_exact_formats(schema)
+    return (exact if isinstance(exact, dict) else {"allOf": [exact]}) | GUIDE
+
+
+def _refuse_counts(schema: dict[str, Any]) -> dict[str, Any]:
+    """Raise ``GrammarError`` for a minimum of properties that one name, written twice, may reach.
+
+    llguidance counts such a name twice if neither `properties` nor `required` has it.
+    """
+    least = schema.get("minProperties", 0)
+    if isinstance(least, int | float) and least > len(required_names(schema)) + 1:
+        raise GrammarError("json_schema: minProperties is supported for names in properties, and for one other name")
+    return schema
+
+
+def _reason(schema: dict[str, Any]) -> str:
+    """Return why llguidance cannot use ``schema``; empty if it can."""
     # Imported here: llguidance takes a tenth of a second.
     from llguidance import LLMatcher
 
-    change_all(schema, _refuse_controls)
-    plain: dict[str, Any] = with_exact_formats({} if schema is True else schema) | GUIDE
-    if not LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": plain}]})):
-        return plain
-    rewritten = with_exact_formats(Rewriter({} if schema is True else schema).rewritten())
-    return (rewritten if isinstance(rewritten, dict) else {"allOf": [rewritten]}) | GUIDE
+    try:
+        change_all(schema, _refuse_counts)
+    except GrammarError as e:
+        return str(e)
+    return LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
 
 
 def _regex(source: str) -> dict[str, Any]:

@@ -7,26 +7,38 @@ be rewritten stays, and llguidance refuses it by its name.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from itertools import combinations, islice, permutations
+from math import comb
 from typing import Any
 
+from .complements import TYPES, Complements, listed_values, required_names, without
+from .errors import GrammarError
 from .schema_walk import change_all
 
-TYPES = ("array", "boolean", "null", "number", "object", "string")
-MAX_LEVELS = 5
-"""Levels of schemas within each other that a complement looks into."""
-MAX_CANDIDATES = 8
-"""Properties that a complement looks at."""
+MAX_CHOICES = 64
+"""Choices of a `oneOf`, or ways to choose properties, that are looked at."""
+MAX_PARTS = 3
+"""Parts of a complement that are used. Each of them multiplies the size of a schema."""
+MAX_ARRAYS = 512
+"""Arrays without repetition that are listed."""
+OTHER_THAN_ARRAYS = [name for name in TYPES if name != "array"]
 EXACT = frozenset({"oneOf", "not", "if"})
 """Keywords with schemas that must not become narrower where the keyword stays."""
-_MISSING = object()
 
 
 class Rewriter:
-    """Rewrites one schema. References are resolved in its ``root``."""
+    """Rewrites one schema. References are resolved in its ``root``.
 
-    def __init__(self, root: dict[str, Any]) -> None:
+    ``narrowest``: whether the result is to be small. Choices of `oneOf` may be left out then.
+    """
+
+    def __init__(self, root: dict[str, Any], narrowest: bool = False) -> None:
         self._root = root
+        self._narrowest = narrowest
+        self._complements = Complements(root, 1 if narrowest else MAX_PARTS)
 
     def rewritten(self) -> Any:
         """Return a copy of the schema, with keywords that llguidance lacks replaced by others where that works."""
@@ -34,15 +46,17 @@ class Rewriter:
 
     def _rewrite(self, schema: dict[str, Any]) -> Any:
         made, also = dict(schema), list[Any]()
-        for rewrite in (self._not, self._dependencies, self._condition, self._one_of):
+        for rewrite in (self._not, self._dependencies, self._condition, self._one_of, _unique_items, _count_properties):
             also += rewrite(made)
-        _name_properties(made)
+        if self._complements.has_prefixes:
+            _contains(made)
+        self._name_properties(made)
         if not also:
             return made
         return made | {"allOf": [*made.get("allOf", ()), *also]}
 
     def _not(self, made: dict[str, Any]) -> Iterator[Any]:
-        if "not" in made and (other := self.outside(made["not"])) is not None:
+        if "not" in made and (other := self._complements.outside_within(made["not"], made)) is not None:
             del made["not"]
             yield other
 
@@ -56,99 +70,118 @@ class Rewriter:
         if "if" not in made:
             for name in ("then", "else"):
                 made.pop(name, None)
-        elif (other := self.outside(made["if"])) is not None:
+        elif (other := self._complements.outside_within(made["if"], made)) is not None:
             condition, then, otherwise = made.pop("if"), made.pop("then", True), made.pop("else", True)
             yield {"anyOf": [{"allOf": [condition, then]}, {"allOf": [other, otherwise]}]}
 
     def _one_of(self, made: dict[str, Any]) -> Iterator[Any]:
         choices = made.get("oneOf")
-        if not isinstance(choices, list) or len(choices) > MAX_CANDIDATES:
+        if not isinstance(choices, list) or len(choices) > MAX_CHOICES:
             return
-        outside = [self.outside(choice) for choice in choices]
-        # All or none: what a choice has in common with another must be in neither.
-        if all(other is not None for other in outside):
+        # Choices may be disjoint by what is said beside them.
+        kind = {"type": made["type"]} if "type" in made else {}
+        whole = [kind | {"allOf": [choice]} for choice in choices]
+        alone, is_whole = [], True
+        for i, choice in enumerate(choices):
+            others = [
+                two
+                for j, two in enumerate(choices)
+                if j != i and not self._complements.are_disjoint(whole[i], whole[j])
+            ]
+            outside = [self._complements.outside_within(other, whole[i]) for other in others]
+            is_whole &= None not in outside
+            if None not in outside and False not in outside:
+                alone.append({"allOf": [choice, *outside]} if outside else choice)
+        # Where it stays, llguidance must not compare what references name: that may have become narrower.
+        if is_whole or (alone and (self._narrowest or _has_references(choices))):
             del made["oneOf"]
-            others = [[other for j, other in enumerate(outside) if j != i] for i in range(len(choices))]
-            yield {"anyOf": [{"allOf": [choice, *rest]} for choice, rest in zip(choices, others, strict=True)]}
+            yield {"anyOf": alone} if alone else False
+        elif _has_references(choices):
+            raise GrammarError("json_schema: choices of oneOf may overlap, which is not supported; use anyOf")
 
-    def outside(self, schema: Any, levels: int = MAX_LEVELS) -> Any:
-        """Return a schema that accepts nothing that ``schema`` accepts; None if none is found.
-
-        ``levels``: how many levels of inner schemas are looked into.
-        """
-        if isinstance(schema, bool):
-            return not schema
-        if not isinstance(schema, dict) or not levels:
-            return None
-        if not schema:
-            return False
-        found = [other for other in self._outside(schema, levels - 1) if other is not None]
-        return {"anyOf": found} if len(found) > 1 else next(iter(found), None)
-
-    def _outside(self, schema: dict[str, Any], levels: int) -> Iterator[Any]:
-        """Yield schemas, each outside a single keyword of ``schema``; None for a keyword without one."""
-        if "$ref" in schema:
-            yield self.outside(self._resolve(schema["$ref"]), levels)
-        if "not" in schema:
-            yield schema["not"]
-        yield _outside_types(schema)
-        for name in list(schema.get("required", ()))[:MAX_CANDIDATES]:
-            yield {"type": "object"} | without(name)
-        for name, inner in list(schema.get("properties", {}).items())[:MAX_CANDIDATES]:
-            if (other := self.outside(inner, levels)) is not None and other is not False:
-                yield {"type": "object", "required": [name], "properties": {name: other}}
-        for inner in schema.get("allOf", ()):
-            yield self.outside(inner, levels)
-        for keyword in ("anyOf", "oneOf"):
-            if choices := schema.get(keyword):
-                others = [self.outside(choice, levels) for choice in choices]
-                yield {"allOf": others} if all(other is not None for other in others) else None
-
-    def _resolve(self, reference: str) -> Any:
-        """Return the schema that a local reference names; None for any other reference."""
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            return None
-        found: Any = self._root
-        for part in reference[2:].split("/"):
-            name = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(name, _MISSING) if isinstance(found, dict) else _MISSING
-        return None if found is _MISSING else found
+    def _name_properties(self, made: dict[str, Any]) -> None:
+        """Rewrite `propertyNames` that allow any name, listed ones, or names by a pattern."""
+        names = made.get("propertyNames")
+        if isinstance(names, dict) and "$ref" in names:
+            names = self._complements.resolve(names["$ref"])
+        if names is True or names in ({}, {"type": "string"}):
+            del made["propertyNames"]
+        elif (pattern := _pattern_of(names)) and not made.keys() & {"properties", "patternProperties"}:
+            del made["propertyNames"]
+            made["patternProperties"] = {pattern: made.get("additionalProperties", True)}
+            made["additionalProperties"] = False
 
 
-def without(name: str) -> dict[str, Any]:
-    """Return a schema that refuses objects with the property ``name``."""
-    return {"properties": {name: False}}
+def _has_references(schemas: Any) -> bool:
+    return '"$ref"' in json.dumps(schemas)
 
 
-def _outside_types(schema: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a schema of the types that no value of ``schema`` has; None if there are none, or none are known."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        has = {_type_of(value) for value in values}
-    elif "type" in schema:
-        has = {schema["type"]} if isinstance(schema["type"], str) else set(schema["type"])
-        has = {"number" if name == "integer" else name for name in has}
-    else:
+def _pattern_of(names: Any) -> str | None:
+    """Return a pattern of the names that a schema of `propertyNames` allows; None if none is found."""
+    if not isinstance(names, dict):
         return None
-    others = [name for name in TYPES if name not in has]
-    return {"type": others} if others else None
+    if (texts := listed_values(names)) and all(isinstance(text, str) for text in texts):
+        return f"^(?:{'|'.join(map(re.escape, texts))})$"
+    return names["pattern"] if names.keys() - {"type", "description"} == {"pattern"} else None
 
 
-def _type_of(value: Any) -> str:
-    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
-    return names.get(type(value), "null")
+def _unique_items(made: dict[str, Any]) -> Iterator[Any]:
+    """Rewrite `uniqueItems` of arrays that hold one item at most, or few values."""
+    if made.get("uniqueItems") is not True:
+        return
+    least, most = made.get("minItems", 0), made.get("maxItems", MAX_ARRAYS)
+    if most <= 1:
+        del made["uniqueItems"]
+    elif (arrays := _arrays(made.get("items"), most)) and not made.keys() & {"prefixItems", "contains"}:
+        del made["uniqueItems"]
+        yield {"anyOf": [{"type": OTHER_THAN_ARRAYS}, {"enum": [array for array in arrays if len(array) >= least]}]}
 
 
-def _name_properties(made: dict[str, Any]) -> None:
-    """Replace ``propertyNames`` in ``made``, in place, if it allows any name or names by a pattern."""
-    names = made.get("propertyNames")
-    if names is True or names in ({}, {"type": "string"}):
-        del made["propertyNames"]
-    elif (
-        isinstance(names, dict)
-        and names.keys() - {"type"} == {"pattern"}
-        and not made.keys() & {"properties", "patternProperties"}
-    ):
-        del made["propertyNames"]
-        made["patternProperties"] = {names["pattern"]: made.get("additionalProperties", True)}
-        made["additionalProperties"] = False
+def _arrays(items: Any, most: int) -> list[list[Any]]:
+    """Return arrays without repetition of up to ``most`` items: in any order, or in one if these are too many."""
+    values = listed_values(items) if isinstance(items, dict) else None
+    if values is None and isinstance(items, dict) and items.get("type") == "boolean":
+        values = [False, True]
+    if values is None or len(values) > MAX_ARRAYS or any(value in values[:i] for i, value in enumerate(values)):
+        return []
+    for arrays in (permutations, combinations):
+        sizes = range(min(most, len(values)) + 1)
+        found = list(islice((list(array) for size in sizes for array in arrays(values, size)), MAX_ARRAYS + 1))
+        if len(found) <= MAX_ARRAYS:
+            return found
+    return []
+
+
+def _count_properties(made: dict[str, Any]) -> Iterator[Any]:
+    """Rewrite limits of the number of properties, of which some are named and not required."""
+    names, needed = list(made.get("properties", {})), required_names(made)
+    optional = [name for name in names if name not in needed]
+    least, most = (made.get(keyword) for keyword in ("minProperties", "maxProperties"))
+    if least is not None and (least <= len(needed) or _has_choices(optional, least - len(needed))):
+        del made["minProperties"]
+        if least > len(needed):
+            yield {"anyOf": [{"required": list(some)} for some in combinations(optional, least - len(needed))]}
+    if most is not None and optional and "patternProperties" not in made:
+        room = min(len(optional), max(0, most - len(needed)))
+        if most >= len(needed) and _has_choices(optional, room):
+            del made["maxProperties"]
+            made["additionalProperties"] = False
+            left = [set(optional) - set(some) for some in combinations(optional, room)]
+            yield {"anyOf": [{"properties": dict.fromkeys(sorted(names), False)} for names in left]}
+
+
+def _has_choices(names: list[str], count: int) -> bool:
+    """Return whether ``count`` of ``names`` can be chosen in few ways."""
+    return 0 < comb(len(names), count) <= MAX_CHOICES
+
+
+def _contains(made: dict[str, Any]) -> None:
+    """Rewrite `contains`: the first items match it."""
+    least = made.get("minContains", 1)
+    if "contains" not in made or "maxContains" in made or isinstance(made.get("items"), list) or least > MAX_CHOICES:
+        return
+    contained, items, prefix = made.pop("contains"), made.get("items", True), list(made.get("prefixItems", ()))
+    made.pop("minContains", None)
+    prefix += [items] * (least - len(prefix))
+    made["prefixItems"] = [{"allOf": [one, contained]} for one in prefix[:least]] + prefix[least:]
+    made["minItems"] = max(made.get("minItems", 0), least)

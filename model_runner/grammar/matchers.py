@@ -12,10 +12,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +33,8 @@ log = logging.getLogger(__name__)
 COMPILER_NICE = 10
 """Niceness of the thread that compiles, so that a large grammar does not slow the steps."""
 NOT_SERVED = "this worker serves no grammars"
-COMPILED = 64
-"""Grammars that stay compiled."""
+BYTES_PER_CHARACTER = 400
+"""Memory of a compiled grammar per character of its translation. Measured: 0 to 380; llguidance does not tell."""
 F32 = npt.NDArray[np.float32]
 
 
@@ -52,8 +51,14 @@ class TokenMatcher(Protocol):
 class MakesMatchers(Protocol):
     """Makes matchers for the rows of one model."""
 
-    def prepare(self, grammar: Grammar, then: Callable[[], None]) -> None:
-        """Compile ``grammar`` on another thread, which calls ``then`` afterwards, even if that failed; don't wait."""
+    def prepare(self, grammar: Grammar, then: Callable[[int], None]) -> None:
+        """Compile ``grammar`` on another thread and call ``then`` there with its estimated bytes; don't wait.
+
+        ``then`` is called even if the grammar can't be used.
+        """
+
+    def forget(self, grammar: Grammar) -> None:
+        """Drop the compiled ``grammar``. Rows that have a matcher of it keep theirs."""
 
     def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
         """Return a matcher for ``grammar``, in the state after the tokens ``output``."""
@@ -65,7 +70,11 @@ class MakesMatchers(Protocol):
 class NoMatchers:
     """Stands for ``Matchers`` on devices without structured output. Requests with a grammar are refused before."""
 
-    def prepare(self, grammar: Grammar, then: Callable[[], None]) -> None:
+    def prepare(self, grammar: Grammar, then: Callable[[int], None]) -> None:
+        """Raise ``AssertionError``: requests with a grammar are refused before."""
+        raise AssertionError(NOT_SERVED)
+
+    def forget(self, grammar: Grammar) -> None:
         """Raise ``AssertionError``: requests with a grammar are refused before."""
         raise AssertionError(NOT_SERVED)
 
@@ -78,14 +87,23 @@ class NoMatchers:
         assert not chosen, NOT_SERVED
 
 
+class _Compiled(NamedTuple):
+    matcher: LLMatcher | None
+    """The matcher of an empty output; None if the grammar can't be used."""
+    nbytes: int
+
+
+NOT_USABLE = _Compiled(None, 0)
+
+
 class Matchers:
-    """Compiles grammars for the tokenizer of one model, and remembers the last ones."""
+    """Compiles grammars for the tokenizer of one model, and keeps them until they are to be forgotten."""
 
     def __init__(self, options: ModelOptions, vocab_size: int) -> None:
         self._options = options
         self._vocab_size = vocab_size
         self._tokenizer: GrammarTokenizer | None = None
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher | None]] = OrderedDict()
+        self._compiled: dict[Grammar, Future[_Compiled]] = {}
         # The calling thread is bound to one core later, and threads inherit that.
         cores = os.sched_getaffinity(0)
 
@@ -96,14 +114,18 @@ class Matchers:
         self._masks = ThreadPoolExecutor(1, "grammar-masks", initializer=begin, initargs=(0,))
         self._compiler = ThreadPoolExecutor(1, "grammar-compiler", initializer=begin, initargs=(COMPILER_NICE,))
 
-    def prepare(self, grammar: Grammar, then: Callable[[], None]) -> None:
+    def prepare(self, grammar: Grammar, then: Callable[[int], None]) -> None:
         """Queue ``grammar`` for compilation unless it is cached, and then a call of ``then`` on the compiler's thread.
 
-        Never waits. ``then`` is called even if the grammar can't be used.
+        Never waits. ``then`` gets the estimated bytes of the compiled grammar, also if it can't be used.
         """
-        self._compile_soon(grammar)
+        compiled = self._compile_soon(grammar)
         # One thread: it gets here when the grammar is compiled.
-        self._compiler.submit(then)
+        self._compiler.submit(lambda: then(compiled.result().nbytes))
+
+    def forget(self, grammar: Grammar) -> None:
+        """Drop the compiled ``grammar`` from the cache. Matchers that rows have of it stay usable."""
+        self._compiled.pop(grammar, None)
 
     def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
         """Return a matcher that has consumed ``output``, and queue the computation of its next token's mask.
@@ -141,30 +163,27 @@ class Matchers:
 
         The matcher is cached: copy it before it takes tokens.
         """
-        return self._compile_soon(grammar).result()
+        return self._compile_soon(grammar).result().matcher
 
-    def _compile_soon(self, grammar: Grammar) -> Future[LLMatcher | None]:
-        if (known := self._compiled.get(grammar)) is not None:
-            self._compiled.move_to_end(grammar)
-            return known
-        made = self._compiled[grammar] = self._compiler.submit(self._compile, grammar)
-        if len(self._compiled) > COMPILED:
-            self._compiled.popitem(last=False)
-        return made
+    def _compile_soon(self, grammar: Grammar) -> Future[_Compiled]:
+        if grammar not in self._compiled:
+            self._compiled[grammar] = self._compiler.submit(self._compile, grammar)
+        return self._compiled[grammar]
 
-    def _compile(self, grammar: Grammar) -> LLMatcher | None:
+    def _compile(self, grammar: Grammar) -> _Compiled:
         from llguidance import LLMatcher
 
         try:
             tokenizer = self._load_tokenizer()
-            made = LLMatcher(tokenizer.tokens, lower(grammar, tokenizer.special_id), log_level=0)
+            lowered = lower(grammar, tokenizer.special_id)
+            made = LLMatcher(tokenizer.tokens, lowered, log_level=0)
         except Exception:  # the tokenizer process refuses what cannot be used; whatever else it is, ends its request
             log.exception("a grammar cannot be used")
-            return None
+            return NOT_USABLE
         if made.is_error():
             log.error("a grammar cannot be compiled: %s", made.get_error()[:200])
-            return None
-        return made
+            return NOT_USABLE
+        return _Compiled(made, len(lowered) * BYTES_PER_CHARACTER)
 
     def _load_tokenizer(self) -> GrammarTokenizer:
         if self._tokenizer is None:

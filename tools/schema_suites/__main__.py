@@ -103,6 +103,7 @@ class Suite:
             report.instances[kind] += 1
             if accepted and not test["valid"]:
                 report.wrong.append(f"{name}: {test.get('description', '')}")
+        self._matchers.forget(grammar)
 
     def _accepts(self, grammar: Grammar, text: str) -> bool:
         """Return whether the whole ``text`` matches; take the time of the first masks."""

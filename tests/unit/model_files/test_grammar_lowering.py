@@ -54,3 +54,47 @@ def accepts(grammar: Grammar, text: str) -> bool:
 )
 def test_a_schema_holds_everywhere(grammar: Grammar, begin: str, end: str, value: str, is_valid: bool) -> None:
     assert accepts(grammar, begin + value + end) is is_valid
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        # A name that is written twice counts once.
+        ({"type": "object", "required": ["a"], "minProperties": 2}, '{"a":1,"b":1}', '{"a":1,"a":1}'),
+        ({"properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2}, '{"a":1,"c":1}', '{"a":1,"x":1,"x":1}'),
+        ({"properties": {"a": {}, "b": {}}, "maxProperties": 1}, '{"b":1}', '{"a":1,"b":1}'),
+        ({"type": "array", "contains": {"const": 5}}, "[5, 1]", "[1]"),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "not": {"const": "ab"}}, '"abc"', '"ab"'),
+        ({"items": {"enum": ["a", "bb"], "maxLength": 1}, "uniqueItems": True}, '["a"]', '["bb"]'),
+        ({"items": {"enum": ["a", "b"]}, "uniqueItems": True, "minItems": 2}, '["b", "a"]', '["a", "a"]'),
+        ({"items": {"enum": list("abcdefgh")}, "uniqueItems": True}, '["a", "c", "h"]', '["a", "c", "a"]'),
+        ({"type": "string", "not": {"enum": ["a", "a]b", "^"]}}, '"a]"', '"a]b"'),
+        (
+            {
+                "type": "object",
+                "oneOf": [{"properties": {name: {}}, "additionalProperties": False} for name in ("a", "b")],
+            },
+            '{"b":1}',
+            "{}",
+        ),
+        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object"}, '{"b":1}', '{"b":1,"a":1}'),
+    ],
+)
+def test_rewritten_keywords_hold(schema: dict[str, Any], valid: str, invalid: str) -> None:
+    grammar = Grammar("json_schema", json.dumps(schema))
+    assert accepts(grammar, valid)
+    assert not accepts(grammar, invalid)
+
+
+def test_a_oneof_of_references_is_not_compared_by_what_is_left_of_them() -> None:
+    # What is left of the first choice begins with 5, so it is disjoint from the second one. The original is not.
+    schema = {
+        "$defs": {
+            "a": {"type": "array", "contains": {"const": 5}},
+            "b": {"prefixItems": [{"const": 1}], "minItems": 1},
+        },
+        "properties": {"x": {"type": "array", "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}},
+    }
+    grammar = Grammar("json_schema", json.dumps(schema))
+    assert not accepts(grammar, '{"x": [1, 5]}')
+    assert accepts(grammar, '{"x": [1, 2]}')

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from pdserve.messages.base import pack_i32
-from pdserve.messages.grammar import Grammar
+from pdserve.messages.grammar import ForgetGrammar, Grammar, PrepareGrammar
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import RowInit
 from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_files.options import ModelOptions
 from pdserve.model_files.text.load import load_tokenizer
 from pdserve.model_runner.grammar.matchers import Matchers
+from pdserve.model_runner.grammar.preparation import GrammarPreparation
 from pdserve.model_runner.sampling.choose_tokens import choose_tokens
 from pdserve.model_runner.sampling.rows import RowStates, host_rows
 from pdserve.model_runner.sampling.rules import TorchRules
@@ -198,6 +200,34 @@ def test_matchers_of_one_grammar_are_compiled_once(matchers, monkeypatch):
     matchers.make(grammar, np.array([], np.int32))
     monkeypatch.setattr(matchers, "_load_tokenizer", lambda: pytest.fail("compiled again"))
     matchers.make(grammar, np.array([], np.int32))
+
+
+def test_a_compiled_grammar_is_kept_until_it_is_to_be_forgotten(matchers, monkeypatch):
+    told = []
+    preparation = GrammarPreparation(matchers, lambda: SimpleNamespace(send=told.append))
+    grammars = [Grammar("regex", f"kept {i}") for i in range(70)]
+    for number, grammar in enumerate(grammars):
+        preparation.obey(PrepareGrammar(number, grammar))
+    matchers.compile(grammars[-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(matchers, "_load_tokenizer", lambda: pytest.fail("compiled again"))
+        for grammar in grammars:
+            matchers.make(grammar, np.array([], np.int32))
+    for number in range(70):
+        preparation.obey(ForgetGrammar(number))
+    assert not matchers._compiled.keys() & set(grammars)
+    matchers._compiler.submit(int).result()
+    assert [message.number for message in told] == list(range(70))
+
+
+def test_a_larger_grammar_counts_for_more_memory(matchers):
+    sizes = []
+    for count in (1, 1000):
+        schema = {"properties": {f"p{i}": {"type": "string", "pattern": f"^a{{{i}}}$"} for i in range(count)}}
+        matchers.prepare(Grammar("json_schema", json.dumps(schema)), sizes.append)
+    matchers._compiler.submit(int).result()
+    assert sizes[0] < 1 << 18
+    assert 1 << 22 < sizes[1] < 1 << 26
 
 
 def test_the_padding_of_the_vocabulary_is_never_allowed(matchers):

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from support.sim import SimInstance, make_generate, make_options, reference_output
 
-from pdserve.messages.grammar import Grammar, GrammarPrepared, PrepareGrammar
+from pdserve.messages.grammar import ForgetGrammar, Grammar, GrammarPrepared, PrepareGrammar
 from pdserve.messages.outputs import ReqError
 from pdserve.messages.requests import AbortReq, GenerateReq
 from pdserve.messages.worker import ForwardStep
-from pdserve.scheduler.grammars import AT_ONCE, READY
+from pdserve.scheduler.grammars import AT_ONCE, MAX_BYTES, READY
 
 PROMPT = [3, 5, 8, 13]
 LETTERS, DIGITS = Grammar("regex", "[a-z]+"), Grammar("regex", "[0-9]+")
@@ -24,7 +24,15 @@ class Compiling(SimInstance):
         self.asked: list[PrepareGrammar] = []
         self.outputs: list[list[int]] = []
         """Output that each row with a grammar began with."""
-        self.scheduler.grammars._send = self.asked.append
+        self.forgotten: list[int] = []
+        """Numbers of the grammars that the worker was told to forget."""
+        self.scheduler.grammars._send = self.send
+
+    def send(self, message: PrepareGrammar | ForgetGrammar) -> None:
+        if isinstance(message, PrepareGrammar):
+            self.asked.append(message)
+        else:
+            self.forgotten.append(message.number)
 
     def work(self) -> bool:
         for message in self.to_worker.messages:
@@ -45,8 +53,15 @@ class Compiling(SimInstance):
         """Take in a request of an API key."""
         self.scheduler.arrivals.admit(msgspec.structs.replace(msg, key_name=key), self.now)
 
-    def prepared(self, message: PrepareGrammar) -> None:
-        self.scheduler.grammars.on_prepared(GrammarPrepared(message.number), self.now)
+    def prepared(self, message: PrepareGrammar, nbytes: int = 0) -> None:
+        self.scheduler.grammars.on_prepared(GrammarPrepared(message.number, nbytes), self.now)
+
+    def pass_by(self, grammar: Grammar, nbytes: int = 0) -> None:
+        """Have a grammar compiled for a request that is gone at once."""
+        rid = f"passes by {len(self.asked)}"
+        self.submit(rid, PROMPT, grammar=grammar)
+        self.prepared(self.asked[-1], nbytes)
+        self.scheduler.abort(AbortReq(rid))
 
 
 def test_a_request_waits_for_its_grammar_and_others_pass_it() -> None:
@@ -118,6 +133,48 @@ def test_a_retracted_request_begins_again_with_its_output() -> None:
     assert again
     answers = [reference_output([i + 1] * 16, 48) for i in range(4)]
     assert all(any(answer[: len(output)] == output for answer in answers) for output in again)
+
+
+def test_the_grammar_of_a_request_that_is_retracted_is_kept_until_it_ends() -> None:
+    sim = Compiling(max_total_tokens=128, schedule_conservativeness=0.1)
+    for i in range(4):
+        sim.submit(f"r{i}", [i + 1] * 16, grammar=LETTERS, max_new_tokens=48)
+    sim.prepared(sim.asked[0])
+    number = sim.asked[0].number
+    for i in range(2 * READY):
+        sim.plan()
+        sim.work()
+        sim.pass_by(Grammar("regex", f"a{i}"))
+        assert number not in sim.forgotten or not any(f"r{i}" in sim.scheduler.reqs for i in range(4))
+    assert sim.scheduler.planner.retraction.count
+    sim.run_until_idle()
+    for i in range(READY):
+        sim.pass_by(Grammar("regex", f"b{i}"))
+    assert number in sim.forgotten
+
+
+def test_unused_grammars_are_forgotten_by_their_size() -> None:
+    sim = Compiling()
+    for i in range(5):
+        sim.pass_by(Grammar("regex", f"a{i}"), nbytes=MAX_BYTES // 4)
+    assert sim.forgotten == [sim.asked[0].number]
+    sim.pass_by(LETTERS, nbytes=MAX_BYTES)
+    assert sim.forgotten == [message.number for message in sim.asked[:5]]
+
+
+def test_no_grammar_is_compiled_while_those_of_living_requests_fill_the_memory() -> None:
+    sim = Compiling()
+    sim.submit("large", PROMPT, grammar=LETTERS)
+    sim.prepared(sim.asked[0], nbytes=MAX_BYTES)
+    sim.submit("waits", PROMPT, grammar=DIGITS)
+    assert len(sim.asked) == 1
+    sim.settle()
+    assert sim.ends.keys() == {"large"}
+    assert [message.grammar for message in sim.asked] == [LETTERS, DIGITS]
+    sim.prepared(sim.asked[1])
+    assert sim.forgotten == []
+    sim.run_until_idle()
+    assert sim.ends.keys() == {"large", "waits"}
 
 
 def test_few_grammars_are_compiled_at_a_time_and_keys_take_turns() -> None:
