@@ -142,7 +142,7 @@ class KVPool:
             self.let_go_step = self.newest_step
 
     def share(self, hold: KVHold, tokens: I32) -> Rewrite | None:
-        """Cache the first ``tokens`` of the hold, so that other requests find them.
+        """Cache ``tokens``, the ids that the hold begins with, so that other requests find their KV.
 
         Return the row positions that have other slots now, because equal pages were cached already; None if there are
         none.

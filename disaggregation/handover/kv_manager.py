@@ -140,7 +140,9 @@ class KVManager:
         self.moves_out.migrate(ask, now)
 
     def on_finished(self, req: Req) -> None:
-        """Offer the KV of the request's output to the prefill that computed its prompt, if ``return_kv`` is set."""
+        """Offer the KV of the request to the prefill that computed its prompt, if ``return_kv`` is set: the output is
+        new there.
+        """
         if self._options.return_kv:
             self.moves_out.returns.give_back(req)
 
