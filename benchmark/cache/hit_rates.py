@@ -11,6 +11,7 @@ from ...mem_cache.eviction_policies import EvictionPolicyName
 from ...mem_cache.pages import floor_to_page
 from ...messages.base import I32
 from ...scheduler.options import SchedulerOptions
+from ..errors import BenchError
 from ..prompts import TokenRange
 from ..schedule.virtual_instance import NEVER, Job, VirtualInstance
 from ..trace import TraceReplay, read_trace
@@ -82,10 +83,13 @@ def hit_rate(
     """Run ``jobs`` once through the scheduler in virtual time, and return the hit rate with other counts.
 
     The pool holds ``share`` of the ``different`` tokens. Requests that do not fit it by themselves are left out.
+    Raises ``BenchError`` if none fits.
     """
     page = options.page_size
     pool = max(page, round(different * share) // page * page)
     fitting = [job for job in jobs if len(job.prompt) + job.max_tokens <= pool]
+    if not fitting:
+        raise BenchError(f"no request fits a pool of {pool:,} tokens; use a larger --pool-share")
     server = SchedulerOptions(
         radix_eviction_policy=policy,
         page_size=page,

@@ -64,6 +64,8 @@ def run_schedule_bench(options: ScheduleBenchOptions) -> int:
                 output = most = 1
             if len(prompt) + most <= options.pool_tokens:
                 jobs.append(Job(f"r{i}", request.at, prompt, output, most))
+        if not jobs:
+            raise BenchError(f"no request fits a pool of {options.pool_tokens:,} tokens; use more --pool-tokens")
         _describe(options, jobs)
         results = []
         for policy in options.policies:

@@ -13,6 +13,8 @@ from pdserve.benchmark.cache.options import CacheBenchOptions
 from pdserve.benchmark.cache.run import run_cache_bench
 from pdserve.benchmark.cache.waiting_order import measure_queue
 from pdserve.benchmark.errors import BenchError, BenchOptionsError
+from pdserve.benchmark.schedule.options import ScheduleBenchOptions
+from pdserve.benchmark.schedule.run import run_schedule_bench
 from pdserve.benchmark.schedule.virtual_instance import Job
 from pdserve.scheduler.policies.by_prefix import LongestPrefixMatch
 
@@ -116,3 +118,12 @@ def test_requests_that_dont_fit_the_pool_are_left_out():
     assert (rate.pool_tokens, rate.requests) == (64, 2)
     assert rate.rate == pytest.approx(16 / 60)
     assert "| 50% | 64 | 0.267 | 0.900 |" in table([rate], 0.9)
+
+
+def test_a_pool_that_no_request_fits_is_named(tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, [entry(0, list(range(8)))])
+    assert run_cache_bench(CacheBenchOptions(trace=trace, pool_share=[0.001])) == 1
+    assert "no request fits a pool of" in capsys.readouterr().err
+    assert run_schedule_bench(ScheduleBenchOptions(trace=trace, pool_tokens=256)) == 1
+    assert "use more --pool-tokens" in capsys.readouterr().err
