@@ -133,9 +133,11 @@ class StoppableOutput(Output):
         return self._watch.report
 
     def advance(self, item: ReqTokens) -> ReqText:
-        """Decode an item up to a stop string. A match gives the result a finish, and drops the tokens after it.
+        """Decode the tokens of an item, up to a stop string.
 
-        Otherwise only the request's first item passes on its meta and a reasoning report.
+        If one is found, the result ends before it, has a finish, and leaves out the tokens after the match.
+        The result has the item's meta and a reasoning report if there is a match, or if it is the
+        request's first item.
         """
         piece = self.read_each(item.token_ids)
         if piece.matched is not None:

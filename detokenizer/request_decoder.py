@@ -152,9 +152,11 @@ class ChainDecoders(DecoderFactory):
         self._chain = chain
 
     def start(self, prompt_tail: I32, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> RequestDecoder:
-        """Make a ``ChainDecoder``, and feed it the prompt's tail if the decoding steps give text token by token.
+        """Make a ``ChainDecoder``, and feed it the prompt's tail if the steps give text token by token.
 
         If a step needs all tokens, the decoder begins without the prompt's tail.
+        ``skip_special_tokens``: leave special tokens out of the text.
+        ``shown``: texts of special tokens that are shown all the same.
         """
         decoder = ChainDecoder(self._chain, LeftOut(self._tokenizer, skip_special_tokens, shown))
         if self._chain.is_divided:

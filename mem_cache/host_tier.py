@@ -115,7 +115,10 @@ class HostTier:
                 self._free.append(page)
 
     def pin(self, pages: Iterable[int]) -> None:
-        """Keep pages from being reused until ``unpin``: a thread beside the worker's loop reads or writes them."""
+        """Pin host pages, by number, so that they are not reused until ``unpin``. Pins of one page are counted.
+
+        Meanwhile a thread beside the worker's loop reads or writes them.
+        """
         for page in pages:
             self._pins[page] = self._pins.get(page, 0) + 1
 

@@ -321,7 +321,10 @@ class WindowPages:
     # --- the worker ---
 
     def behind(self, pages: I32) -> list[I32]:
-        """Return the window pages of ``pages``, 0 for none, as the only item of a list."""
+        """Return the window page of each of the full ``pages``, 0 if it has none.
+
+        The list has one array for each group of windowed layers; here there is one group.
+        """
         return [self.page_of[pages]]
 
     def take_changes(self) -> I32:
@@ -468,7 +471,10 @@ class NoWindows:
         """Do nothing: no window pages were kept."""
 
     def growable(self, spans: Sequence[WindowSpan], lengths: Sequence[int]) -> list[bool]:
-        """Return True for each request: none waits for window pages."""
+        """Return True for each of the requests with these ``spans``: none waits for window pages.
+
+        ``lengths``: tokens of each request, which do not matter here.
+        """
         return [True] * len(spans)
 
     def outgrown(self, holds: Sequence[H]) -> Sequence[H]:

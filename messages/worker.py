@@ -80,7 +80,10 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Return the names of the parts of a layer's bytes in a page, such as keys and values, in their order."""
+        """Return the names of the parts of a layer's bytes in a page, in their order: "K" and "V", or "latent".
+
+        A sparse group has "labels" as well, after "K" and "V".
+        """
         return {"mha": ("K", "V"), "mla": ("latent",), "sparse": ("K", "V", "labels")}[self.kind]
 
     @property

@@ -32,9 +32,11 @@ def choose_context_length(model: Described, wanted: int | None) -> int:
 
 
 def with_context(spec: ModelSpec, length: int) -> ModelSpec:
-    """Return ``spec`` with a context of ``length`` tokens. That decides between longrope's long and short factors.
+    """Return ``spec`` with a context of ``length`` tokens, and with longrope's factors chosen for it.
 
-    All instances that hand over to each other must choose alike. Otherwise their fingerprints differ.
+    The long factors are chosen if ``length`` exceeds the model's original context.
+    Instances that hand over to each other must choose the same factors, or their fingerprints differ.
+    Their lengths themselves may differ.
     """
     ropes = tuple(_with_factors(rope, length) for rope in spec.ropes)
     return replace(spec, ropes=ropes, context_length=length)

@@ -63,7 +63,12 @@ def pinned_revision(path: str, revision: str | None) -> str | None:
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether ``path`` names nothing on this machine and may be the name of a model on the hub."""
+    """Return whether ``path`` names nothing on this machine and has the form of a hub name.
+
+    That is ``owner/name`` or ``name``. Does not ask the hub.
+    False for the built-in model, absolute paths, and .gguf files.
+    False also for what begins with "." or "~" or has several slashes.
+    """
     local = Path(path).expanduser()
     if path == EMBEDDED_MODEL or local.exists():
         return False

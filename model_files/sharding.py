@@ -115,9 +115,10 @@ class Shard:
         return None
 
     def _of_latent(self, attention: MLASpec, what: str) -> Slice | None:
-        """Return the part of a projection by heads that this rank reads; None for all of it.
+        """Return the part of an MLA layer's projection that belongs to this rank's heads; None for all of it.
 
-        Projections to the latents are on every rank, like the latents.
+        ``what``: the projection's name within the layer, such as "q_b_proj".
+        Projections to the latents are read whole by every rank, because every rank has the latents.
         """
         size = {
             "q_proj": attention.qk_head_dim,

@@ -119,7 +119,10 @@ class Handovers(Protocol):
         """Return the ``disaggregation`` part of ``/server_info``; None for an instance that exchanges no KV."""
 
     def transfers(self, now: float) -> list[dict[str, Any]]:
-        """Return the open hand-overs for ``/transfers``."""
+        """Return a JSON-ready dict for each open hand-over and migration, as ``/transfers`` reports them.
+
+        ``now``: the monotonic time in seconds that their ages are computed from.
+        """
 
     def metrics(self) -> list[Family]:
         """Return the metrics of hand-overs, in both directions."""

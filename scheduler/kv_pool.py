@@ -93,7 +93,10 @@ class KVPool:
         return -(-tokens // self.page_size) * self.page_size
 
     def cached_len(self, tokens: I32, extra_key: str) -> int:
-        """Return how many of ``tokens`` are cached in the namespace ``extra_key``. Does not count as a use."""
+        """Return how many tokens the longest cached prefix of ``tokens`` has in the namespace ``extra_key``.
+
+        Only whole pages that a request can continue from count. This does not count as a use of the prefix.
+        """
         return self.cache.peek(tokens, extra_key)
 
     def slots(self, req: Req, start: int, end: int) -> I32:

@@ -48,9 +48,11 @@ class OptionalClaims:
             self._waiting.park(last.req)
 
     def remove(self, rid: str) -> bool:
-        """Remove an optional claim, and return whether there was one of that rid.
+        """Remove the optional claim of request ``rid``. Return whether there was one.
 
-        Another one takes its position in the order, so the order must not be iterated meanwhile.
+        If it was among the first ``MOST_OPTIONAL``, the first parked claim is put back into the waiting
+        queue's order.
+        So ``WaitingQueue.order`` must not be iterated meanwhile.
         """
         claim_key = self._keys.pop(rid, None)
         if claim_key is None:

@@ -168,7 +168,11 @@ class StepPlanner:
         self.running[req.rid] = req
 
     def begin(self, req: Req, now: float) -> None:
-        """Compute a request's prompt here, in memory it already has for KV that will not come."""
+        """Begin to compute the prompt of an incoming request here, because its KV will not come.
+
+        The request keeps the memory that was taken for that KV, and does not queue. ``now``: time of this
+        tick.
+        """
         self.arriving.pop(req.rid, None)
         self.claims.landed(req.rid)
         req.state = ReqState.PREFILLING

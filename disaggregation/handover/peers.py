@@ -239,7 +239,10 @@ class Peers:
                 self._lost(self.table.by_connection[identity], reason, now)
 
     def _lost(self, peer: Peer, reason: str, now: float) -> None:
-        """Switch a peer with a lost connection to a second one that it has made, or end the peer if there is none."""
+        """Handle the loss of a peer's connection, for ``reason``. End the peer, unless it has a spare one.
+
+        While we dialled the peer, it may have dialled us. It then goes on with the connection that it made.
+        """
         if peer.state is not PeerState.GREETING or peer.spare is None:
             self._gone(peer, reason)
             return

@@ -121,7 +121,10 @@ class ReceiverRooms:
         self.close(receiver)
 
     def close(self, receiver: KVReceiver) -> None:
-        """Remove a room: revoke the prefill's grant and unpin the memory. Its request may still use that."""
+        """Remove a room: revoke the prefill's permission to write its pages, and unpin its memory.
+
+        The memory is freed now if its request has ended. Otherwise the request keeps it.
+        """
         del self.by_number[receiver.handover.room]
         self.revoke(receiver)
         if receiver.memory is not None:

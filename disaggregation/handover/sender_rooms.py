@@ -58,7 +58,11 @@ class SenderRooms:
         self._now = now
 
     def open(self, room: int, now: float) -> KVSender:
-        """Open bootstrap room ``room``, with a time limit for the second of its two requests, and return it."""
+        """Open bootstrap room ``room``, which must not be open yet, and return its sender.
+
+        The client's request and the decode's request both name the room. The second one must come within
+        ``HandoverLimits.bootstrap`` seconds of ``now``.
+        """
         sender = self.by_number[room] = KVSender(room, now, now + self._limits.bootstrap)
         return sender
 

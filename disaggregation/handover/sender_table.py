@@ -362,7 +362,11 @@ class SenderTable:
         self._rooms.expire(now)
 
     def _make_room(self, now: float) -> None:
-        """Free memory of finished prompts that no decode has asked for, if other requests wait for memory."""
+        """Free the memory of finished prompts that no decode has asked for, if other requests lack memory.
+
+        Their rooms stay open. Each prompt is computed again later; what is still cached is reused.
+        Other requests lack memory if one is stuck, or has waited since before this tick, which is at ``now``.
+        """
         done = [(s, s.first) for s in self.rooms.values() if s.state is SenderState.AHEAD and s.first is not None]
         for sender, first in done if done and self._scheduler.planner.lacks_memory(now) else ():
             sender.state, sender.first = SenderState.BOOTSTRAPPING, None

@@ -45,7 +45,10 @@ class Complements:
         self._parts = parts
 
     def outside(self, schema: Any, levels: int = MAX_LEVELS) -> Any:
-        """Return a schema that accepts nothing that ``schema`` does; None if none is found."""
+        """Return a schema that accepts no value that ``schema`` accepts; None if none is found.
+
+        It need not accept all other values. ``levels``: how many levels of nested schemas are looked into.
+        """
         if isinstance(schema, bool):
             return not schema
         if not isinstance(schema, dict) or not levels:

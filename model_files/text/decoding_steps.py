@@ -61,7 +61,10 @@ class DistinctTokens(DecodingStep):
         self._last: str | None = None
 
     def feed(self, token: str) -> list[str]:
-        """Return the changed token, or nothing if it repeats the token before or becomes empty."""
+        """Return the token as ``change`` makes it, or nothing if it repeats the one before or becomes empty.
+
+        Tokens are compared before they are changed. ``change`` is the constructor's argument.
+        """
         if token == self._last:
             return []
         self._last = token

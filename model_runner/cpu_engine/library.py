@@ -108,9 +108,10 @@ def fetch_hint() -> FetchHint:
 
 
 def set_fetch_hint(hint: FetchHint) -> None:
-    """Choose the kernels' prefetch hint for this process, for tests and measurements. Results are the same bits.
+    """Choose for this process into which caches the kernels fetch weights ahead of their use.
 
-    Raises ``BuildError``.
+    For tests and measurements: results stay the same bits.
+    Raises ``BuildError`` if the kernels' library can't be built or loaded.
     """
     load_library().pds_set_fetch_hint(hint)
 

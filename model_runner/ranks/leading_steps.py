@@ -70,5 +70,9 @@ class FollowingSteps(StepRunner):
         """Do nothing: ``capture_with_lead`` captures them, at the same time as the lead."""
 
     def capture_with_lead(self) -> None:
-        """Capture this rank's graphs now; it waits for the other ranks, which must do so at the same time."""
+        """Capture this rank's graphs now, because the lead has sent ``CaptureGraphs``.
+
+        The lead is the rank from which this rank gets its steps. All ranks must capture at the same time.
+        This waits for them, because a captured pass contains sums over all ranks.
+        """
         super().capture_graphs()

@@ -74,9 +74,11 @@ class World:
             ) from e
 
     def torch_ranks(self, vocab: int, device: torch.device) -> TorchRanks:
-        """Return the ranks of a torch model for a vocabulary of ``vocab`` tokens: by gloo on CPUs, by NCCL on GPUs.
+        """Return a torch model's ranks, which exchange tensors by gloo on CPUs and by NCCL on GPUs.
 
-        The first call on GPUs connects them, and every rank must take part. Raises ``UnsupportedModel``.
+        ``vocab``: tokens of the whole vocabulary, which need not divide evenly among the ranks.
+        The first call for a GPU connects all ranks, so every rank must make it.
+        Raises ``UnsupportedModel`` if torch lacks NCCL, or if NCCL can't connect the GPUs.
         """
         if device.type != "cuda":
             return TorchRanks(self.model, vocab, device)

@@ -48,7 +48,7 @@ class Ticket(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        """URL of the instance."""
+        """Return the URL, ``http://host:port``, of the instance that has the rest of the answer."""
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
     def dump(self) -> bytes:

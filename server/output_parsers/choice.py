@@ -62,7 +62,10 @@ def choose_formats(calls: str, thoughts: str, template: str | None) -> OutputFor
 
 
 def marks_of(output_format: OutputFormat) -> OutputMarks:
-    """Return what the detokenizer needs to know of a format."""
+    """Return the marks of a format for the detokenizer.
+
+    They are the special tokens that it shows as text, and the texts that begin and end the reasoning.
+    """
     return OutputMarks(output_format.shown, output_format.reasoning)
 
 

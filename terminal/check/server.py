@@ -115,7 +115,11 @@ def judge_routed(instance: RoutedInstance) -> Iterator[Finding]:
 
 
 def judge_instance(url: str, info: InstanceReport) -> Iterator[Finding]:
-    """Judge the report of the instance at ``url`` about itself, its peers included."""
+    """Yield findings about the report of the instance at ``url``.
+
+    The first one always comes: it describes the instance, at level ``OK``. What is wrong with it follows.
+    If the report has hand-overs, findings about these and about the peers follow. Asks the instance nothing.
+    """
     topic = info.role
     level = f", kernels at level {info.machine.kernel_level}" if info.machine.kernel_level else ""
     yield ok(

@@ -37,7 +37,10 @@ class FP8Matrix(NamedTuple):
         return self.values.shape[0], self.values.shape[1]
 
     def take(self, rows: Rows) -> FP8Matrix:
-        """Return the matrix of these ``rows`` alone, in this order, still packed."""
+        """Return a matrix of some of the rows, in the order given, without dequantising it.
+
+        ``rows``: a slice, or a tensor of row numbers.
+        """
         values = self.values.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
         if len(self.scales) == 1:
             return self._replace(values=values)

@@ -75,7 +75,7 @@ def _scale_of(largest: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _magnitude(x: tl.tensor) -> tl.tensor:
-    """Return the largest magnitude of ``x``, or NaN if there is one."""
+    """Return the largest magnitude among the elements of ``x`` [N], or NaN if an element is NaN."""
     has_nan = tl.max((x != x).to(tl.int32), 0) != 0
     return tl.where(has_nan, float("nan"), tl.max(tl.where(x == x, tl.abs(x), 0.0), 0))
 

@@ -178,9 +178,14 @@ def _down_to(
     CHUNK: tl.constexpr,
     BY_COUNT: tl.constexpr,
 ) -> tl.tensor:
-    """Return what each token of a chunk adds to a sum over all tokens of at least the order ``border``.
+    """Return, for each token of chunk ``chunk``, its mass if its rank key is at least ``border``, else 0.
 
-    It is 0 outside of them, else the token's mass, or 1 if ``BY_COUNT``. ``best``: order of the row's best token.
+    The result is int64 [CHUNK]. With ``BY_COUNT``, it has 1 in place of each mass.
+
+    ``logits_ptr``: the row's first logit. ``words_ptr``: sampling parameters of all rows (``row_table.py``).
+    ``counts_ptr``, ``biases_ptr``: logit edits of all rows. ``row``: the row's number in these tables.
+    ``position``: that of the token to be chosen. ``best``: rank key (``order_of``) of the row's best token.
+    A token's mass (``mass_of``) is exp((logit - best logit) / temperature) as a fixed-point number.
     """
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = edited_logits(logits_ptr, words_ptr, counts_ptr, biases_ptr, row, position, ids, vocab)

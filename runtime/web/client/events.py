@@ -21,7 +21,10 @@ class EventBuffer:
         self._part = bytearray()
 
     def whole(self, data: bytes) -> bytes:
-        """Add ``data``, and return the events that it completes, b"" if there are none. Raises ``BadAnswer``."""
+        """Add ``data``. Return the whole events that it completes, or b"" if there are none.
+
+        An incomplete event stays in the buffer. Raises ``BadAnswer`` if it is longer than the limit.
+        """
         part = self._part
         # Nearly always true: an instance writes whole events.
         if not part and data.endswith(EVENT_ENDS):

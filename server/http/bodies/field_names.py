@@ -176,7 +176,11 @@ class _Search:
 
 
 def _header(fields: list[IgnoredField], is_cut: bool) -> str:
-    """Return the header's value: ``name, name;did-you-mean=other, …``."""
+    """Return the header's value: the fields' paths as ``name, name;did-you-mean=other``.
+
+    It ends with ``...`` if fields are left out: those beyond ``MAX_HEADER`` bytes, or others if ``is_cut``.
+    ``is_cut``: more fields were ignored than ``fields`` holds.
+    """
     value = ""
     for i, field in enumerate(fields):
         # A hint costs a comparison with every known name.

@@ -47,7 +47,10 @@ class LiveRequests:
         return {live.owner for live in self._by_wire_rid.values() if live is not None}
 
     def count_legs(self) -> int:
-        """Return how many of the requests another instance answers."""
+        """Return how many live requests are legs: the prefill runs here, and another instance answers.
+
+        Abandoned requests are not counted.
+        """
         return sum(live is not None and live.choice.kind is Kind.LEG for live in self._by_wire_rid.values())
 
     # --- names ---

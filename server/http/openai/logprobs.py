@@ -140,7 +140,11 @@ def _lists(entries: list[NamedLogprob], offsets: list[int], names: TokenNames) -
 
 
 def _alternatives(entry: NamedLogprob, names: TokenNames) -> dict[str, float] | None:
-    """Return the alternatives by name; of tokens with the same text, the most probable one counts."""
+    """Map the name of each alternative, and of the entry's own token, to its logprob.
+
+    Of tokens with the same name, the first one counts, which is the most probable alternative.
+    Return None for a prompt's first token, which has no logprob.
+    """
     alternatives: dict[str, float] = {}
     for token_id, logprob, data in top_with_own(entry):
         alternatives.setdefault(names.name(token_id, data), logprob)
