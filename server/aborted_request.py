@@ -20,9 +20,10 @@ from ..messages.requests import TokenizeReq
 
 
 def end_of_aborted(req: TokenizeReq, aborts: Mapping[str, str], here: InstanceRole) -> TextBatch:
-    """Return the end of ``req``, as an instance tells it of a request without output.
+    """Return the message that ends ``req``: one aborted result without text or tokens for each of its answers.
 
-    ``aborts``: the reason for each of its answers, by rid. ``here``: see ``Timing``.
+    ``aborts``: the reason for each answer, by rid. ``here``: role of this instance. The time since the request's
+    arrival counts as tokenizing.
     """
     ms = 1000 * max(0.0, time.monotonic() - req.arrival)
     timing = Timing(tokenize_ms=ms, here=here, phases=[PhaseTime(Phase.TOKENIZE, here, ms)])

@@ -98,7 +98,7 @@ class SessionOptions:
     )
 
     def problems(self) -> Iterator[str]:
-        """Yield a complaint for each wrong option."""
+        """Yield a message for each option of sessions that has an invalid value."""
         for name, value in (
             ("--kv-sessions-ttl", self.kv_sessions_ttl),
             ("--kv-sessions-size", self.kv_sessions_size),

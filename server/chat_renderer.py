@@ -73,7 +73,7 @@ class _Chat:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether all of its answers are aborted."""
+        """Whether all answers of the request are aborted."""
         return len(self.aborts) == len(self.req.rids)
 
 
@@ -81,7 +81,10 @@ class AsksWithText(Protocol):
     """The thread that answers questions with conversations; ``QuestionThread`` is one."""
 
     def ask(self, question: EncodeReq, rendered: Rendered) -> None:
-        """Have the question answered. Does not wait."""
+        """Queue a question for another thread, which answers it to the HTTP process. Return at once.
+
+        ``rendered``: the question's conversation as text, or the reason to refuse it.
+        """
 
 
 class Exits(NamedTuple):
@@ -129,7 +132,11 @@ class ChatRenderer:
         self._thread.submit(int)
 
     def sort(self, messages: Sequence[ToTokenizer]) -> Sorted:
-        """Return what is to be done now, and take in what is not. Does not wait."""
+        """Queue the requests that need rendering or a grammar check; return all that is to be handled now. Never block.
+
+        The result has the other messages in order, and the requests that are rendered by now. A message that names a
+        queued request is held until the request is rendered. Requests over the limit get a 429.
+        """
         out = Sorted([], {}, [])
         self._forget_answered(out)
         for message in messages:
@@ -148,16 +155,17 @@ class ChatRenderer:
         return out
 
     def ask(self, question: EncodeReq) -> None:
-        """Have the conversation of a question rendered, and the question answered. Does not wait.
+        """Queue a question: threads render its conversation, then send the answer to the HTTP process. Return at once.
 
-        Questions of a key have a place of their own in the rotation: their client waits, and sends one at a time.
+        An API key's questions take turns with all other keys, apart from the key's requests. Their client waits, and
+        sends one at a time.
         """
         with self._lock:
             self._waiting.append(QUESTIONS_OF + question.key_name, question)
         self._thread.submit(self._render_next)
 
     def close(self) -> None:
-        """Wait until every conversation is rendered."""
+        """Wait until every queued conversation is rendered, and end both threads."""
         self._checker.shutdown()
         self._thread.shutdown()
 
@@ -193,7 +201,10 @@ class ChatRenderer:
         chat.waits_in = queue
 
     def _hold(self, message: ToTokenizer, out: Sorted) -> None:
-        """Keep a message behind the request that it names. The abort of the last answer ends one that still waits."""
+        """Hold a message back until the request that it names is rendered.
+
+        If it is the abort of the last answer, and no thread has taken the request, end the request at once.
+        """
         chat = self._chats.get(getattr(message, "rid", ""))
         if chat is None:
             return  # of an abort of all, which has ended it with another of its answers
@@ -206,13 +217,16 @@ class ChatRenderer:
             self._end(chat, out)
 
     def _end(self, chat: _Chat, out: Sorted) -> None:
-        """End a request with all answers aborted. Pass on other messages that name it."""
+        """End a request with all answers aborted, and tell the HTTP process so.
+
+        Pass on other messages that name it.
+        """
         self._forget(chat)
         out.answers.append(end_of_aborted(chat.req, chat.aborts, self._here))
         out.messages.extend(message for message in chat.held if not isinstance(message, AbortReq))
 
     def _withdraw(self, chat: _Chat) -> bool:
-        """Take a request out of the queue; return whether it was there."""
+        """Remove a request from the queue that it waits in. Return False if a thread has taken it already."""
         with self._lock:
             queue, chat.waits_in = chat.waits_in, None
             if queue is not None:
@@ -279,7 +293,10 @@ class ChatRenderer:
             return PromptError("messages", FAILED)
 
     def _announce(self, chat: _Chat) -> None:
-        """Wake the loop up to pass a request on. If that fails, answer it with an error: the loop might never look."""
+        """Send ``ChatRendered`` to the tokenizer's loop, which then passes the rendered request on.
+
+        If sending fails, answer the request with an error: the loop might never look.
+        """
         size = len(chat.rendered) if isinstance(chat.rendered, str) else 0
         try:
             self._exits.loop.send(ChatRendered(chat.req.rid, size))

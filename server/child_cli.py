@@ -18,7 +18,7 @@ from .cli import app
 
 
 def main() -> None:
-    """Tie this process's life to its parent's, then run the command line."""
+    """Run the command line that standard input holds as JSON, and exit with its code. Die with the parent process."""
     die_with_parent(int(sys.argv[1]))
     words = msgspec.json.decode(sys.stdin.buffer.read(), type=list[str])
     sys.exit(app(words, result_action="return_value"))

@@ -40,7 +40,7 @@ class Process(Protocol):
         """Return the exit code, None while the process runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code. Raises ``subprocess.TimeoutExpired``."""
+        """Wait for the end and return the exit code. Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds."""
 
     def send_signal(self, sig: int) -> None:
         """Send a signal, unless the process has ended."""
@@ -62,7 +62,10 @@ class AdoptedProcess:
         return self._reap(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the child's end and return its exit code. Raises ``subprocess.TimeoutExpired``."""
+        """Wait for the child's end and return its exit code.
+
+        Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds.
+        """
         code = self._reap(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
@@ -104,16 +107,17 @@ class Child:
 
     @classmethod
     def of(cls, name: str, process: Process) -> Child:
-        """Watch ``process``, which has not been waited for."""
+        """Make the record of a started process, and open its pidfd. The process must not have been waited for."""
         return cls(name, process, os.pidfd_open(process.pid))
 
 
 def start_processes(
     starts: Sequence[Start], output: IO[bytes], descriptors: Sequence[int], timeout: float
 ) -> Iterator[Child]:
-    """Start processes, which write to ``output``; yield each when it is started, workers first.
+    """Start processes that write to ``output``, and yield each one once it is started, model workers first.
 
-    Workers get no ``descriptors``. Raises ``StartFailed`` if the others are not started in ``timeout`` seconds.
+    All others inherit ``descriptors``. Raises ``StartFailed`` if these others are not started within ``timeout``
+    seconds, or fail to start.
     """
     others = []
     for start in starts:
@@ -160,10 +164,10 @@ def _spawn(
 
 
 def child_environment(name: str) -> dict[str, str]:
-    """Make the environment of the child ``name``.
+    """Return the environment of the child process ``name``: this process's own, with settings for the child's threads.
 
     The API key is left out, because other processes of this user can read a worker's environment. OpenMP reads its
-    settings there, before any code of ours runs in the child.
+    settings from the environment before any code of ours runs in the child.
     """
     env = {variable: value for variable, value in os.environ.items() if variable != API_KEY_VARIABLE}
     if is_worker(name):

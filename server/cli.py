@@ -174,7 +174,7 @@ def version() -> int:
 
 
 def main() -> None:
-    """Run the console script ``pdserve``."""
+    """Run the console script ``pdserve``: run the command of ``sys.argv``, and exit the process with its exit code."""
     for word in map(os.fsencode, sys.argv[1:]):
         try:
             word.decode()
@@ -192,9 +192,9 @@ def main() -> None:
 
 
 def _end_output(error: OSError) -> int:
-    """Return the exit code for an output that can't be written.
+    """Report that standard output can't be written, send the rest of it to /dev/null, and return the exit code.
 
-    An error is reported, unless the output's reader has left, as `head` does.
+    Nothing is reported if the output's reader has left, as `head` does.
     """
     if error.errno != errno.EPIPE:
         print(f"pdserve: can't write what there is to say: {error.strerror}", file=sys.stderr)

@@ -79,7 +79,10 @@ class Cluster:
         self._wake_read, self._wake_write = socket.socketpair()
 
     def run(self) -> int:
-        """Start, watch, stop; returns the exit code."""
+        """Start all processes, restart those that die, and stop them after a signal or a failure. Return the exit code.
+
+        It is 0 after a signal. It is 1 if the cluster did not start, or a process died too often.
+        """
         self._install_signals()
         failure = ""
         try:
@@ -119,7 +122,10 @@ class Cluster:
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
 
     def _turn(self, timeout: float | None) -> list[tuple[ClusterProcess, str]]:
-        """Wait for something to happen; returns the processes that ended, and how each did."""
+        """Wait up to ``timeout`` seconds for a signal or a death; return the processes that ended, and how each did.
+
+        None waits without limit. The restart of each is planned.
+        """
         ended = []
         for key, _ in self._selector.select(timeout):
             if key.data is None:
@@ -150,7 +156,10 @@ class Cluster:
                         logger.info("%s is ready after %.1f s", process.plan.name, process.ready_after)
 
     def _watch_once(self) -> None:
-        """Wait for a death, a restart's time or a signal, and act on it."""
+        """Wait until a process dies, a restart is due or a signal comes. Carry out the due restarts.
+
+        Raises ``ClusterFailedError`` if a process has died too often within a minute.
+        """
         planned = [p.restart_at for p in self._all if p.restart_at is not None]
         timeout = max(0.0, min(planned) - time.monotonic()) if planned else None
         for process, how in self._turn(timeout):
@@ -164,7 +173,10 @@ class Cluster:
                 self._start(process)
 
     def _stop(self, *, drain: bool) -> None:
-        """End every process: the router first, so that running answers can still be finished."""
+        """End every process. With ``drain``, end the router first, so that running answers can still be finished.
+
+        Otherwise all end at once, within ``KILL_GRACE`` seconds.
+        """
         if drain:
             logger.info("stopping (%.0f s at most; a second signal doesn't wait)", self._options.drain_timeout)
             self._end([self._router], self._options.drain_timeout + KILL_GRACE)
@@ -173,7 +185,10 @@ class Cluster:
             self._end(self._all, KILL_GRACE)
 
     def _end(self, processes: Iterable[ClusterProcess], grace: float) -> None:
-        """Send ``STOP``, then SIGKILL to processes that still run after ``grace`` seconds or a second signal."""
+        """Send ``STOP`` and wait for the end.
+
+        Kill what still runs after ``grace`` seconds, or after a second signal.
+        """
         deadline = time.monotonic() + grace
         left = [p for p in processes if p.running]
         for process in left:
@@ -186,7 +201,10 @@ class Cluster:
                 process.kill()
 
     def summary(self) -> str:
-        """Describe the started cluster for its user, with the times of the start."""
+        """Return the text shown when the cluster is ready: addresses, start times, admin key files, example commands.
+
+        Asks each process for its start times over HTTP.
+        """
         url, options = self._router.plan.url, self._options
         keys = read_keys(options)
         own_key = next(iter((*keys.users.values(), *keys.unnamed)), None)
@@ -210,7 +228,7 @@ class Cluster:
 
 
 def answers(client: httpx.Client, url: str) -> bool:
-    """Return whether ``GET /health`` has status 200."""
+    """Return whether ``GET /health`` at the base URL ``url`` has status 200; False if the server can't be reached."""
     try:
         return client.get(url + "/health").status_code == httpx.codes.OK
     except httpx.TransportError:
@@ -218,7 +236,10 @@ def answers(client: httpx.Client, url: str) -> bool:
 
 
 def load_seconds(client: httpx.Client, url: str) -> dict[str, float]:
-    """Return the times of an instance's start by phase; empty if it does not report them."""
+    """Return how many seconds each phase of an instance's start took; phases under 0.05 s are left out.
+
+    The result is empty if the instance does not answer or does not report them.
+    """
     try:
         response = client.get(url + "/server_info")
         reported = response.json().get("load_seconds", {}) if response.is_success else {}
@@ -234,7 +255,10 @@ def ordinal(number: int) -> str:
 
 
 def run_cluster(options: ClusterOptions) -> int:
-    """Run a cluster until it is told to stop (``pdserve up``); return the exit code."""
+    """Run ``pdserve up``: start a cluster, and supervise it until it is told to stop. Return the exit code.
+
+    It is ``EXIT_USAGE`` for options that can't work, 1 for a failure, and 0 after a signal.
+    """
     harden(allow_dumps=options.allow_core_dumps)
     setproctitle.setproctitle(f"pdserve up:{options.port}")
     configure_logging("up", options.log_level, options.log_format, never_blocks=True)
@@ -264,9 +288,10 @@ def run_cluster(options: ClusterOptions) -> int:
 
 @contextlib.contextmanager
 def private_file(name: str, text: str) -> Iterator[str]:
-    """Make a file without a name, and yield its path for this process and those that inherit its descriptor.
+    """Write ``text`` to an unnamed file in memory (memfd), and yield the file's path, valid within the ``with`` block.
 
-    Folders for temporary files would not do: other programs clean them up while the cluster runs.
+    Only this process, and children that inherit the file's descriptor, can open the path. Folders for temporary files
+    would not do: other programs clean them up while the cluster runs.
     """
     with open(os.memfd_create(name), "w", encoding="utf-8") as file:
         os.fchmod(file.fileno(), 0o600)

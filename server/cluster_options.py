@@ -105,7 +105,7 @@ class ClusterOptions(ShapeOptions, RoutingOptions, ServerOptions):
     dist_init_addr: str | None = opt(default=None, help=HIDDEN)
 
     def check(self) -> None:
-        """Raise ``ClusterOptionsError`` when this cluster can't work."""
+        """Raise ``ClusterOptionsError`` if the options contradict each other, or if its API keys can't be used."""
         if min(self.prefill, self.decode, self.unified) < 0:
             raise ClusterOptionsError("--prefill, --decode and --unified count instances: 0 or more")
         if bool(self.prefill) != bool(self.decode):
@@ -127,11 +127,14 @@ class ClusterOptions(ShapeOptions, RoutingOptions, ServerOptions):
             raise ClusterOptionsError(str(exc)) from None
 
     def instance_options(self, **changes: Any) -> ServerOptions:
-        """Return the options of one instance: these, with ``changes``."""
+        """Return the options of one instance: the cluster's own values, except for the fields that ``changes`` sets."""
         common = {item.name: getattr(self, item.name) for item in fields(ServerOptions)}
         return ServerOptions(**{**common, **changes})
 
     def router_options(self, **changes: Any) -> RouterOptions:
-        """Return the router's options: these, with ``changes``, which name its targets."""
+        """Return the router's options: the cluster's own values, except for the fields that ``changes`` sets.
+
+        ``changes`` must name the instances that the router sends requests to.
+        """
         common = {item.name: getattr(self, item.name) for item in fields(RouterOptions) if item.name not in changes}
         return RouterOptions(**common, **changes)

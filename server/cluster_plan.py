@@ -50,7 +50,7 @@ class ClusterPlan:
 
     @property
     def processes(self) -> tuple[ProcessPlan, ...]:
-        """All of them, the router last."""
+        """All planned processes, the router last."""
         return (*self.instances, self.router)
 
 
@@ -66,9 +66,10 @@ class CoreShare(NamedTuple):
 
 
 def plan_cluster(options: ClusterOptions, machine: Machine, router_key_file: str | None = None) -> ClusterPlan:
-    """Lay a cluster out on this host, on ports that are free now. Raises ``ClusterOptionsError``.
+    """Choose ports, cores, memory and command lines for a cluster's instances and router. Start nothing.
 
-    ``router_key_file``: what the router is given instead of the cluster's secret.
+    The ports are free now. ``router_key_file``: file that the router is given instead of the cluster's secret. Raises
+    ``ClusterOptionsError``.
     """
     counts: dict[DisaggregationMode, int] = {
         "prefill": options.prefill,
@@ -108,7 +109,10 @@ def plan_cluster(options: ClusterOptions, machine: Machine, router_key_file: str
 
 
 def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[str]]) -> ProcessPlan:
-    """Plan the router for ``targets``."""
+    """Plan the router's process. ``targets``: for each mode, the instances' URLs as words of the command line.
+
+    A prefill's URL is followed by its bootstrap port.
+    """
     router = options.router_options(prefill=targets["prefill"], decode=targets["decode"], worker=targets["unified"])
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     url = http_url(host, router.port)
@@ -116,18 +120,27 @@ def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[
 
 
 def child_command(name: str, url: str, command: str, flags: list[str], secret_file: str | None) -> ProcessPlan:
-    """Plan a process that runs ``pdserve COMMAND`` and dies with this one."""
+    """Plan a process that runs ``pdserve COMMAND`` with ``flags``, and dies with the calling process.
+
+    ``url``: base URL that it will serve. It inherits the descriptor of ``secret_file`` if that file has no name.
+    """
     argv = ("-m", "pdserve.server.child_cli", str(os.getpid()))
     return ProcessPlan(name, argv, url, (command, *flags), inherited_descriptors(secret_file))
 
 
 def instance_flags(options: ServerOptions) -> list[str]:
-    """Return the flags for ``options``; defaults are left out."""
+    """Return the command line flags of ``pdserve server`` that set ``options``.
+
+    Options with default values are left out.
+    """
     return [flag for item in fields(options) if (flag := _flag(item.name, getattr(options, item.name), item.default))]
 
 
 def router_flags(options: RouterOptions) -> list[str]:
-    """Return the flags for ``options``; defaults are left out."""
+    """Return the command line flags of ``pdserve router`` that set ``options``.
+
+    Options with default values are left out.
+    """
     lists = [item.name for item in fields(RouterTargets)]
     flags = [word for name in lists if (values := getattr(options, name)) for word in (f"--{name}", *values)]
     single = [item for item in fields(options) if item.name not in lists]
@@ -135,7 +148,7 @@ def router_flags(options: RouterOptions) -> list[str]:
 
 
 def _flag(name: str, value: object, default: object) -> str:
-    """Format one flag; "" for the default. The form is ``--name=value``, because a value may begin with a dash."""
+    """Format one option as ``--name=value``; "" for None or the default. A separate value might begin with a dash."""
     if value == default or value is None:
         return ""
     flag = "--" + name.replace("_", "-")
@@ -143,7 +156,10 @@ def _flag(name: str, value: object, default: object) -> str:
 
 
 def share_cores(options: ClusterOptions, machine: Machine, instances: int) -> tuple[list[CoreShare], str]:
-    """Return each instance's share, and the reason. Raises ``ClusterOptionsError`` if ``--cpus`` has a missing core."""
+    """Return the cores and the number of threads of each instance, and a sentence for users on how they were chosen.
+
+    Raises ``ClusterOptionsError`` if ``--cpus`` names a core that this process may not use.
+    """
     quota = machine.quota
     if options.cpus is not None:
         nodes = named_cores(options.cpus, machine)
@@ -172,7 +188,10 @@ def share_cores(options: ClusterOptions, machine: Machine, instances: int) -> tu
 
 
 def named_cores(cpus: str, machine: Machine) -> list[list[int]]:
-    """Return the cores that ``cpus`` names, by NUMA node. Raises ``ClusterOptionsError`` if one is missing."""
+    """Return the cores that ``cpus`` names, such as "0,2-3", as one list for each NUMA node with any of them.
+
+    Raises ``ClusterOptionsError`` if this process may not use one of them.
+    """
     wanted = parse_cpus(cpus)
     if missing := sorted(set(wanted) - machine.allowed):
         raise ClusterOptionsError(
@@ -184,10 +203,11 @@ def named_cores(cpus: str, machine: Machine) -> list[list[int]]:
 
 
 def prefill_nice(options: ClusterOptions) -> int | None:
-    """Return the niceness of the prefills' compute threads.
+    """Return the niceness of the prefills' compute threads: as ``--compute-nice`` says, else ``PREFILL_NICE`` on CPUs.
 
-    All processes of the cluster, and its clients, want a core for a moment at each token. They should run on the cores
-    of a prefill, not of a decode: a prefill's steps are long and delay few streams, mostly none.
+    None leaves it unchanged: on a GPU, and without decode instances. All processes of the cluster, and its clients,
+    want a core for a moment at each token. They should run on the cores of a prefill, not of a decode: a prefill's
+    steps are long and delay few streams, mostly none.
     """
     if options.compute_nice is not None or not options.decode or _on_gpu(options):
         return options.compute_nice
@@ -195,14 +215,18 @@ def prefill_nice(options: ClusterOptions) -> int | None:
 
 
 def exchanges_kv(options: ClusterOptions) -> bool:
-    """Return whether unified instances take part in hand-overs beside pairs."""
+    """Return whether unified instances also compute one leg of a request and exchange its KV with other instances.
+
+    By default they do if the cluster has prefill instances and no GPU.
+    """
     return options.handover == "on" or (options.handover == "auto" and options.prefill > 0 and not _on_gpu(options))
 
 
 def memory_share(options: ClusterOptions, instances: int) -> float | None:
-    """Return each instance's ``mem_fraction_static``.
+    """Return each instance's ``mem_fraction_static``: the cluster's share divided by the number of instances.
 
-    None leaves it the default. On a GPU that is meant for a single instance; on a CPU each knows their number.
+    It is not divided if ``max_total_tokens`` is set. None leaves it to the instance, which on a CPU knows their number.
+    On a GPU the default would suit a single instance, so ``DEVICE_SHARE`` is divided.
     """
     total = options.mem_fraction_static
     if instances == 1 or options.max_total_tokens is not None:

@@ -44,7 +44,7 @@ class ProcessOutput(Protocol):
     """Where the output of the cluster's processes goes."""
 
     def attach(self, name: str, spawn: Spawn) -> subprocess.Popen[bytes]:
-        """Start the process ``name`` by ``spawn`` and take its output. Raises ``OSError``."""
+        """Call ``spawn`` to start the process ``name``, and receive its output. Raises ``OSError``."""
 
 
 class ForwardedOutput:
@@ -54,7 +54,10 @@ class ForwardedOutput:
         self._named_lines = named_lines
 
     def attach(self, name: str, spawn: Spawn) -> subprocess.Popen[bytes]:
-        """Start the process and copy its output to stderr from a thread, each line after the process's name."""
+        """Start the process, and copy its output to standard error from a thread of its own.
+
+        With ``named_lines``, each line comes after the process's name.
+        """
         process = spawn(subprocess.PIPE)
         assert process.stdout is not None
         prefix = f"{name:<10} | " if self._named_lines else ""
@@ -72,7 +75,7 @@ class LoggedOutput:
         self._logs = logs
 
     def attach(self, name: str, spawn: Spawn) -> subprocess.Popen[bytes]:
-        """Start the process with its output in ``NAME.log`` of the log folder."""
+        """Start the process with its output appended to ``NAME.log`` in the log folder. Raises ``OSError``."""
         with self._logs.open(f"{name}.log") as log:
             return spawn(log)
 
@@ -92,12 +95,12 @@ class ClusterProcess:
 
     @property
     def running(self) -> bool:
-        """Whether the process has been started and its end has not been noted yet."""
+        """Whether the process has been started and ``take_end`` has not been called since."""
         return self._process is not None
 
     @property
     def own_admin_key_file(self) -> Path | None:
-        """The file with the admin key that it drew at its start, None if it drew none or does not run."""
+        """The file with the admin key that the process drew at its start; None if it drew none or does not run."""
         return own_admin_key_file(self._process.pid) if self._process is not None else None
 
     @property
@@ -108,7 +111,10 @@ class ClusterProcess:
         return len(self._deaths)
 
     def start(self) -> None:
-        """Start it; ``pidfd`` becomes readable when it ends. Raises ``OSError`` where that or its log file fails."""
+        """Start the process. ``pidfd`` becomes readable when it ends.
+
+        Raises ``OSError`` if the process can't be started or its log file can't be opened.
+        """
         self.started = time.monotonic()
         self.restart_at = None
         self._process = self._output.attach(self.plan.name, self._spawn)
@@ -130,7 +136,10 @@ class ClusterProcess:
         return process
 
     def take_end(self) -> str:
-        """Take in that it has ended (waits for it); returns how, in words, and plans its restart."""
+        """Wait until the process has ended, and plan its restart. Return in words how it ended.
+
+        The pause before the restart doubles with each death in the last ``MEMORY`` seconds.
+        """
         assert self._process is not None
         how = describe_exit(self._process.wait())
         os.close(self.pidfd)
@@ -142,12 +151,15 @@ class ClusterProcess:
         return how
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal; nothing happens if it has ended."""
+        """Send the process a signal. Do nothing if it does not run."""
         if self._process is not None:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it and wait until it is gone. Its own children die with it."""
+        """Kill the process and wait until it is gone, and log that it did not end in time.
+
+        Its own children die with it.
+        """
         if self._process is None:
             return
         logger.warning("%s did not end in time: killed", self.plan.name)

@@ -19,7 +19,7 @@ BENCH_HELP = "Measure a server, this one or another, or the parts of this one."
 
 
 def refuse(command: str, error: ValueError) -> int:
-    """Print what is wrong with the options of ``command``, and return the exit status."""
+    """Print to standard error what is wrong with the options of ``command``, and return ``EXIT_USAGE``."""
     for line in str(error).splitlines():
         print(f"pdserve {command}: {line}", file=sys.stderr)
     return EXIT_USAGE

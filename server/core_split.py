@@ -16,7 +16,11 @@ from collections.abc import Iterable, Sequence
 
 
 def split_cores(cores: Sequence[int], instances: int) -> list[list[int]]:
-    """Divide ``cores``, which must not be empty, among instances. Each gets at least one."""
+    """Divide ``cores`` in runs of neighbours; return one list for each instance, the longer ones first.
+
+    ``cores`` must not be empty. If there are fewer cores than instances, each instance gets one core, which others may
+    get as well.
+    """
     if len(cores) < instances:
         return [[cores[i % len(cores)]] for i in range(instances)]
     split = []
@@ -28,7 +32,10 @@ def split_cores(cores: Sequence[int], instances: int) -> list[list[int]]:
 
 
 def split_nodes(nodes: Iterable[Sequence[int]], instances: int) -> list[list[int]]:
-    """Divide the cores of several NUMA nodes, none of them empty, among instances."""
+    """Divide the cores of several NUMA nodes; return one list for each instance, the longest first.
+
+    No list has cores of two nodes. No node may be empty.
+    """
     nodes = list(nodes)
     guests = [0] * len(nodes)
     for _ in range(instances):

@@ -44,7 +44,10 @@ log = logging.getLogger(__name__)
 
 
 async def serve(ctx: ChildContext[ServerOptions], listener: socket.socket, model: ServedModel) -> None:
-    """Serve until ``STOP``; an error in the receiving task ends the process."""
+    """Serve HTTP on ``listener`` until ``STOP`` or ``FAILED``, which end all open requests with an error.
+
+    ``model``: what the API says of the served model. An exception of the task that receives messages is raised at once.
+    """
     receiver: AsyncReceiver[ToHttp] = AsyncReceiver(zmq.asyncio.Context(ctx.zmq_ctx), ctx.address("http"), ToHttp)
     sender = Sender(ctx.zmq_ctx, ctx.address("tokenizer"))
     supervisor = Sender(ctx.zmq_ctx, ctx.address("supervisor"))
@@ -94,7 +97,10 @@ async def serve(ctx: ChildContext[ServerOptions], listener: socket.socket, model
 
 
 def main() -> None:
-    """Run the HTTP process until it is stopped."""
+    """Run the HTTP process of an instance until it is told to stop.
+
+    Exits with an error if it can't listen, or can't read the model's files or the sessions.
+    """
     ctx = start_child(sys.argv, ServerOptions)
     return_freed_memory()
     allow_many_connections()

@@ -8,5 +8,8 @@ from .supervisor import run_server
 
 
 def run_instance(options: ServerOptions) -> int:
-    """Run an instance. All its processes load the same commit of a hub model. Returns the exit code."""
+    """Run an instance until it is told to stop, and return the exit code.
+
+    For a hub model, the commit is chosen once, so that all processes load the same files.
+    """
     return run_server(options, pin_model)

@@ -19,20 +19,23 @@ class KeyShares:
         self._of: Counter[str] = Counter()
 
     def of(self, key: str) -> int:
-        """Return what ``key`` holds."""
+        """Return the amount that ``key`` holds now; 0 for an unknown key."""
         return self._of[key]
 
     def has_room(self, key: str, amount: int) -> bool:
-        """Return whether ``key`` may take ``amount`` more."""
+        """Return whether ``key`` may take ``amount`` more: it must then hold no more than is still free.
+
+        Takes nothing.
+        """
         return self._of[key] + amount <= self.most - self.held - amount
 
     def take(self, key: str, amount: int) -> None:
-        """Count ``amount`` for ``key``."""
+        """Add ``amount`` to what ``key`` holds, without a check of the limit."""
         self._of[key] += amount
         self.held += amount
 
     def give_back(self, key: str, amount: int) -> None:
-        """Take back what ``take`` counted. A key that holds nothing is forgotten."""
+        """Subtract ``amount`` from what ``key`` holds. A key that then holds nothing is forgotten."""
         self.held -= amount
         self._of[key] -= amount
         if not self._of[key]:

@@ -27,7 +27,10 @@ class LogFolder:
     """Opens log files in a folder that no other user controls. Keeps nothing open itself."""
 
     def __init__(self, path: Path) -> None:
-        """Create the folder, mode 0700, if it is missing. Raises ``LogFolderError``."""
+        """Create the folder, mode 0700, if it is missing.
+
+        Raises ``LogFolderError`` if it can't be created or another user has control of it.
+        """
         self._path = path
         try:
             without_links(path).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -38,7 +41,7 @@ class LogFolder:
     def open(self, name: str) -> IO[bytes]:
         """Open the log file ``name`` to append to it, and create it if it is missing. Raises ``LogFolderError``.
 
-        The folder is checked each time: it may have been moved away and made anew since the last one.
+        The folder is checked at each call: it may have been moved away and made anew since the last one.
         """
         folder = self._open_folder()
         try:

@@ -21,10 +21,11 @@ UNLIMITED = 2**31 - 1
 def fit_logprobs(
     sampling: SamplingParams, logprobs: LogprobOptions | None, prompt_tokens: int, answers: int, limit: int
 ) -> SamplingParams:
-    """Return ``sampling`` so that a prompt's ``answers`` have at most ``limit`` entries together.
+    """Return ``sampling``, with fewer output tokens if the request would get too many log-probabilities.
 
-    A request that leaves the length to the context gets as many tokens as fit. Raises ``PromptError`` if it asks for
-    more.
+    ``answers``: number of the request's answers. ``limit``: maximum number of log-probabilities in all of them,
+    alternatives and those of the prompt included. Only a request without an output limit is shortened. Any other one
+    over ``limit`` raises ``PromptError``.
     """
     if logprobs is None:
         return sampling

@@ -14,7 +14,10 @@ from ..runtime.options import HIDDEN, heading_of
 
 
 def show_headings(*commands: type) -> None:
-    """Give each option of the ``commands`` its group in the command line. Hidden options get no flag."""
+    """Change the annotations of each class in ``commands``, so that ``--help`` shows options under their headings.
+
+    ``commands``: dataclasses of options. Hidden options get no flag.
+    """
     groups: dict[Any, Group] = {}
     for options in commands:
         hints = get_type_hints(options, include_extras=True)

@@ -16,7 +16,11 @@ class ServerOptions(ApiOptions, SessionOptions, WorkerOptions, SchedulerOptions)
     """Options of ``pdserve server``."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a complaint for keys that can't be used, and for a network without any."""
+        """Yield a message if the key files can't be used, or if other hosts could use the server without a key.
+
+        ``--no-keys`` allows the latter. On an instance's further hosts, which serve no API, only the key files are
+        checked.
+        """
         try:
             # Of an instance on several hosts, the first one answers.
             check_keys(self if not self.node_rank else replace(self, no_keys=True))

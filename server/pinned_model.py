@@ -21,9 +21,10 @@ Options = TypeVar("Options", bound=ServerOptions)
 
 
 def pin_model(options: Options) -> Options:
-    """Return the options with the commits of the model and of its tokenizer. Raises ``InstanceFailed``.
+    """Return the options with ``revision`` and ``tokenizer_revision`` set to the commits that they mean on the hub now.
 
-    Changes nothing for models and tokenizers that are not from the hub.
+    They stay as they are for a model or tokenizer that is not from the hub. May ask the hub. Raises ``InstanceFailed``
+    if a model or tokenizer is not found.
     """
     revision = _pin(options.model_path, "--revision", options.revision)
     tokenizer_revision = options.tokenizer_revision

@@ -10,7 +10,10 @@ from .options import ServerOptions
 
 
 def process_modules(options: ServerOptions) -> dict[str, str]:
-    """Return the module of each process of an instance, by the process's name, in the order of their start."""
+    """Return the modules of an instance's processes on this host, by process name, in the order of their start.
+
+    Only the first host of an instance has processes beside the model workers.
+    """
     lead = "pdserve.disaggregation.transfer.process" if options.hands_over else "pdserve.model_runner.process"
     workers = {name: lead if name == WORKER else "pdserve.model_runner.rank_process" for name in places(options)}
     if options.node_rank:

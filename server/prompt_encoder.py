@@ -27,14 +27,17 @@ class RendersChats(Protocol):
     """A model's chat template."""
 
     def render(self, chat: Conversation) -> str:
-        """Return the text that the model is to continue; raises ``PromptError``."""
+        """Return the conversation as text for the model to continue.
+
+        Raises ``PromptError`` if the template refuses it.
+        """
 
 
 class MissingTemplate:
     """Stands for the chat template of a model that has none."""
 
     def render(self, chat: Conversation) -> str:
-        """Raise ``PromptError``: conversations can't be rendered."""
+        """Raise ``PromptError``: without a chat template, conversations can't be rendered."""
         raise PromptError(
             "messages",
             "this model has no chat template; start the server with --chat-template FILE, "
@@ -58,9 +61,10 @@ class PromptEncoder:
         add_special_tokens: bool | None,
         max_tokens: int,
     ) -> list[list[int]]:
-        """Return the ids of each text, or of a conversation that ``chat_text`` has ``rendered``.
+        """Return the token ids of each of ``texts``, or of one ``rendered`` conversation, which ``chat_text`` returned.
 
-        Raises ``PromptError``, also for more than ``max_tokens`` in all.
+        ``add_special_tokens``: None adds them to texts only. Raises ``PromptError`` for a text that can't fit the
+        context, and for more than ``max_tokens`` tokens in all.
         """
         field = "text" if rendered is None else "messages"
         checked = [rendered] if rendered is not None else [self.checked(field, text) for text in texts or ()]
@@ -80,9 +84,10 @@ class PromptEncoder:
         return encoded
 
     def _is_hopeless(self, text: str, most: int) -> bool:
-        """Return whether a long text has far more than ``most`` tokens, without encoding all of it.
+        """Return whether a long text has more than twice ``most`` tokens. Stops to encode as soon as that is known.
 
-        A word that is cut may encode differently than in the whole text, hence the factor of two.
+        The factor of two allows for words that are cut: they may encode differently than in the whole text. False for a
+        short text, without encoding it.
         """
         if len(text) <= PIECE_CHARACTERS:
             return False
@@ -97,17 +102,27 @@ class PromptEncoder:
         return False
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Encode texts that have been checked."""
+        """Return the token ids of each text, encoded as one batch.
+
+        ``texts`` have passed ``checked`` or ``chat_text``.
+        """
         return self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens) if texts else []
 
     def chat_text(self, chat: Conversation) -> str:
-        """Render the conversation by the model's template."""
+        """Return the conversation as the model's chat template renders it.
+
+        Raises ``PromptError`` if the template refuses it, or if it can't fit the context.
+        """
         field = "messages"
         self._check_size(field, sum(message.content_size for message in chat.messages))
         return self.checked(field, self._template.render(chat))
 
     def checked(self, field: str, sent: Text) -> str:
-        """Return the text that was ``sent``, if it may fit the context. ``field`` names it in errors."""
+        """Return the text that the client ``sent``, unpacked. Raises ``PromptError`` if it can't fit the context.
+
+        ``field``: name of the request's field, for the error. Not all of the text is encoded, so it may still be too
+        long. Half a surrogate pair is an error, too.
+        """
         self._check_size(field, len(sent))
         text = unpack(sent)
         try:
@@ -122,7 +137,10 @@ class PromptEncoder:
         return text
 
     def _check_size(self, field: str, size: int) -> None:
-        """Check a size in UTF-8 bytes, or in characters, which are at most as many."""
+        """Raise ``PromptError`` if ``size`` is more bytes than the context's tokens can have.
+
+        ``size`` may also count characters, which are at most as many as bytes.
+        """
         if size > self._max_text_bytes:
             raise PromptError(
                 field,
@@ -131,7 +149,7 @@ class PromptEncoder:
             )
 
     def _check_beginning(self, field: str, text: str) -> None:
-        """Refuse a text if its beginning alone is far too long.
+        """Raise ``PromptError`` if a long text's beginning alone has more than twice the context's tokens.
 
         A word that is cut may encode differently than in the whole text, hence the factor of two.
         """

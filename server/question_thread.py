@@ -29,11 +29,15 @@ class QuestionThread:
         self._thread = ThreadPoolExecutor(1, "text-questions")
 
     def ask(self, question: EncodeReq | DecodeReq, rendered: str | PromptError | None = None) -> None:
-        """Have the question answered. Does not wait. ``rendered``: see ``TextQuestions.answer``. Any thread may ask."""
+        """Queue a question for the thread, which answers it to the HTTP process. Return at once.
+
+        Any thread may call this. ``rendered``: the question's conversation as the chat template renders it, or why it
+        is refused. None for texts.
+        """
         self._thread.submit(self._answer, question, rendered)
 
     def close(self) -> None:
-        """Wait until every question is answered."""
+        """Wait until every queued question is answered, and end the thread."""
         self._thread.shutdown()
 
     def _answer(self, question: EncodeReq | DecodeReq, rendered: str | PromptError | None) -> None:

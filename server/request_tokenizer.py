@@ -37,7 +37,7 @@ class ChecksGrammars(Protocol):
     """Checks grammars; ``LimitedCheck`` is one."""
 
     def check(self, grammar: Grammar) -> None:
-        """Raise ``GrammarError`` if ``grammar`` cannot be used."""
+        """Raise ``GrammarError`` if ``grammar`` cannot be used to restrict an output."""
 
 
 class NoGrammars:
@@ -47,7 +47,7 @@ class NoGrammars:
         self._reason = reason
 
     def check(self, grammar: Grammar) -> None:
-        """Raise ``GrammarError``."""
+        """Raise ``GrammarError`` with the reason, whatever the grammar."""
         raise GrammarError(self._reason)
 
 
@@ -74,9 +74,10 @@ class RequestTokenizer:
         self._eos_ids = tuple(i for i in tokenizer.eos_ids if i < limits.vocab_size)
 
     def render(self, req: TokenizeReq | EncodeReq) -> str | PromptError:
-        """Return a request's conversation as the model's template renders it ("" without one).
+        """Return a request's conversation as the chat template renders it; "" for a request without one.
 
-        Return the reason if it is refused. May run on another thread than ``tokenize``.
+        Return the error, and do not raise it, if the request is refused. The sampling parameters of a ``TokenizeReq``
+        are checked, too. May run on another thread than ``tokenize``.
         """
         try:
             if isinstance(req, TokenizeReq):
@@ -87,7 +88,10 @@ class RequestTokenizer:
             return e
 
     def check_grammar(self, req: TokenizeReq) -> PromptError | None:
-        """Return why the grammar of a request, which has one, is refused. May run on another thread than the others."""
+        """Return why the grammar of a request is refused; None if it can be used. The request must have one.
+
+        May run on another thread than ``tokenize`` and ``render``.
+        """
         grammar = req.sampling.grammar
         assert grammar is not None, "only a grammar is checked"
         try:
@@ -99,9 +103,11 @@ class RequestTokenizer:
     def tokenize(
         self, reqs: Sequence[TokenizeReq], rendered: Mapping[str, str | PromptError] = NOTHING_RENDERED
     ) -> list[GenerateReq | ReqError]:
-        """Return one answer for each request, in order. Texts of the same kind are encoded as one batch.
+        """Check requests and encode their prompts.
 
-        ``rendered``: what ``render`` returned for each request with a conversation, by rid.
+        Return for each, in order, a ``GenerateReq``, or an error if it is refused. ``rendered``: what ``render``
+        returned for each request with a conversation, by rid. Texts are encoded as one batch for those with special
+        tokens, and one for those without.
         """
         results: list[GenerateReq | ReqError | None] = [None] * len(reqs)
         prompts: dict[int, list[int]] = {}
@@ -166,7 +172,7 @@ class RequestTokenizer:
                 raise PromptError(name, f"{name} is empty; give the model at least one token to continue")
 
     def _text(self, req: TokenizeReq, rendered: Mapping[str, str | PromptError]) -> str:
-        """Return the text to encode: the prompt itself, or the rendered conversation."""
+        """Return the text to encode: the prompt itself after a check of its size, or the rendered conversation."""
         if req.chat is not None:
             text = rendered[req.rid]
             assert isinstance(text, str), "refusals are raised before"
@@ -200,7 +206,10 @@ class RequestTokenizer:
 
 
 def _with_reasoning(sampling: SamplingParams, prompt: str) -> SamplingParams:
-    """Have a grammar count from the end of the reasoning, if answers to this ``prompt`` begin with some."""
+    """Return ``sampling`` with a grammar that applies only after the reasoning, in formats that have reasoning.
+
+    ``prompt``: the rendered conversation. It may end within reasoning.
+    """
     grammar, marks = sampling.grammar, sampling.marks
     if grammar is None or marks is None or not marks.reasoning[1]:
         return sampling
@@ -210,7 +219,10 @@ def _with_reasoning(sampling: SamplingParams, prompt: str) -> SamplingParams:
 
 
 def _clamp_output(sampling: SamplingParams, room: int) -> SamplingParams:
-    """Limit the output to the rest of the context, where the request then ends with finish reason "length"."""
+    """Limit the numbers of output tokens to ``room``, the tokens that the context has left. Return the new parameters.
+
+    The request then ends there with finish reason "length".
+    """
     if sampling.max_new_tokens <= room and sampling.min_new_tokens <= room:
         return sampling
     return msgspec.structs.replace(

@@ -106,7 +106,10 @@ class Supervisor:
         self._own_key_file: Path | None = None
 
     def run(self) -> int:
-        """Start, watch, stop; returns the exit code."""
+        """Start the instance's processes, watch them until a signal or a death, and stop them. Return the exit code.
+
+        It is 0 after a signal, and 1 if the start failed or a process died. SIGTERM drains first.
+        """
         self._install_signals()
         failure, code, grace = "", 0, STOP_GRACE
         try:
@@ -154,7 +157,10 @@ class Supervisor:
         self._signalled = signal.SIGTERM if first else signal.SIGINT
 
     def _start_children(self) -> None:
-        """Start them. This process reads what they and their libraries write: none waits for a reader of the log."""
+        """Start all child processes, and a thread that copies their output to standard error.
+
+        So no child waits for a reader of the log.
+        """
         read, write = os.pipe()
         with suppress(OSError):  # the user may have too many large pipes already
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -230,7 +236,10 @@ class Supervisor:
         )
 
     def _wait_for_the_first_host(self) -> None:
-        """Wait until the first host has answered its requests, which need this host's ranks."""
+        """Keep this host's ranks running while the first host drains, which needs them to finish its requests.
+
+        Return when a rank ends, after ``drain_timeout`` seconds, or at a second signal.
+        """
         deadline = time.monotonic() + self.options.drain_timeout
         log.info("the first host may drain (at most %.0f s; a second signal stops at once)", self.options.drain_timeout)
         try:
@@ -240,7 +249,10 @@ class Supervisor:
             log.info("%s", e)
 
     def _turn(self, timeout: float | None) -> None:
-        """Wait for something to happen, and take it in; raises ``InstanceFailed`` when a child died."""
+        """Wait up to ``timeout`` seconds for a message, a signal or a death, and handle messages. None: no limit.
+
+        Raises ``InstanceFailed`` if a child has died.
+        """
         # ZMQ's descriptor is edge-triggered: what came in since the last look must be read before sleeping.
         self._read_inbox()
         for key, _ in self._selector.select(timeout):
@@ -300,7 +312,7 @@ class Supervisor:
 
 
 def describe_exit(code: int) -> str:
-    """Describe how a process ended."""
+    """Describe in words how a process with this exit code ended. A negative ``code`` is the signal that killed it."""
     if code < 0:
         known = -code in set(signal.Signals)
         return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
@@ -308,7 +320,10 @@ def describe_exit(code: int) -> str:
 
 
 def check_address(host: str, port: int, flag: str) -> None:
-    """Fail early, before a model is loaded, where ``host``:``port`` is not to be had; raises ``InstanceFailed``."""
+    """Raise ``InstanceFailed`` if no server could listen on ``host``:``port`` now. ``flag``: the port's option.
+
+    This fails early, before a model is loaded.
+    """
     try:
         check_port_free(host, port)
     except OSError as e:
@@ -316,7 +331,10 @@ def check_address(host: str, port: int, flag: str) -> None:
 
 
 def take_free_ports(options: ServerOptions) -> tuple[ServerOptions, list[socket.socket]]:
-    """Replace each port 0 that others need to know by a free one, which the sockets hold. Raises ``InstanceFailed``."""
+    """Replace the ports 0 of the API and the bootstrap server by free ones. Return the new options and sockets.
+
+    The sockets reserve the ports until they are closed. Raises ``InstanceFailed``.
+    """
     held: dict[str, socket.socket] = {}
     try:
         if options.port == 0 and options.node_rank == 0:
@@ -330,9 +348,10 @@ def take_free_ports(options: ServerOptions) -> tuple[ServerOptions, list[socket.
 
 
 def run_server(options: ServerOptions, prepare: Callable[[ServerOptions], ServerOptions] = lambda given: given) -> int:
-    """Run one instance until it is told to stop (``pdserve server``); return the exit code.
+    """Run ``pdserve server``: one instance, until it is told to stop. Return the exit code.
 
-    ``prepare`` decides, once for all children, what the options leave open. It may raise ``InstanceFailed``.
+    ``prepare`` completes the options once for all children, such as with the model's commit. It may raise
+    ``InstanceFailed``.
     """
     harden(allow_dumps=options.allow_core_dumps)
     held: list[socket.socket] = []

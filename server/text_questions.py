@@ -43,7 +43,10 @@ class TextQuestions:
     def answer(
         self, question: EncodeReq | DecodeReq | LimitsReq, rendered: str | PromptError | None = None
     ) -> TextAnswer:
-        """Answer one question. ``rendered``: its conversation as the chat template renders it, or why it is refused."""
+        """Return the answer to one question. If it can't be answered, its field ``error`` says why.
+
+        ``rendered``: the question's conversation as the chat template renders it, or why it is refused. None for texts.
+        """
         if isinstance(question, LimitsReq):
             return Limits(self._limits.context_length, self._limits.vocab_size, id=question.id)
         if isinstance(question, DecodeReq):

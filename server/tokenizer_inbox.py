@@ -39,7 +39,10 @@ A larger frame is parked. A single larger prompt is a slice of its own, because 
 
 
 def work_of(message: ToTokenizer) -> int:
-    """Return the characters, or token ids, that the tokenizer has to go through for ``message``."""
+    """Return the number of characters or token ids that the tokenizer must process for ``message``.
+
+    It is 0 for messages that other threads handle or that only pass through.
+    """
     if isinstance(message, TokenizeReq):
         if message.text is not None:
             return len(message.text)
@@ -83,7 +86,11 @@ class TokenizerInbox:
         """Parked requests, by the rid of each of their answers."""
 
     def next_tick(self) -> Tick:
-        """Return what to do now. Waits while there is nothing."""
+        """Receive what has arrived, and return the messages to handle now.
+
+        Wait if nothing has arrived and none is parked. Frames of much work are parked, and later ticks hand them out in
+        slices. A request with all answers aborted while it is parked is returned as ended.
+        """
         tick = Tick([], [])
         work = 0
         while len(tick.messages) < TICK_MESSAGES and work < SLICE_WORK:
@@ -120,7 +127,7 @@ class TokenizerInbox:
         return number
 
     def _abort(self, message: AbortReq, tick: Tick) -> None:
-        """Park the abort of an answer behind its request. The abort of the last answer ends the request."""
+        """Park the abort of an answer after its request. The abort of the last answer ends the request at once."""
         parked = self._parked.get(message.rid)
         if parked is None or message.rid in parked.aborts:
             return  # ended with another of its answers, or a client that repeats itself
@@ -138,7 +145,10 @@ class TokenizerInbox:
             del self._parked[rid]
 
     def _next_slice(self) -> list[ToTokenizer]:
-        """Return the first parked messages: as many as make a slice, but at least one."""
+        """Remove the oldest parked messages and return them: up to ``SLICE`` messages and ``SLICE_WORK`` of work.
+
+        The first one is returned however much work it is. The list is empty if none is parked.
+        """
         messages: list[ToTokenizer] = []
         work = 0
         while self._aside and len(messages) < SLICE:

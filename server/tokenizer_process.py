@@ -58,7 +58,10 @@ class TokenizerOutput(NamedTuple):
 
 
 def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
-    """Load all that requests need, the vocabulary included; raises ``TokenizerLoadError`` or ``ModelError``."""
+    """Load the tokenizer, the chat templates and the model's limits. Return what turns requests into token ids.
+
+    Starts the template's process. Raises ``TokenizerLoadError`` or ``ModelError``.
+    """
     source = resolve_model(options.model_path, revision=options.revision, weights=False)
     limits = read_limits(source, options.context_length, options.model_impl)
     process = LimitedTemplate()  # it starts meanwhile
@@ -70,7 +73,7 @@ def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
 
 
 def choose_grammar_checks(options: ServerOptions, tokenizer: TextTokenizer, vocab_size: int) -> ChecksGrammars:
-    """Return what checks grammars for this model, or refuses all of them with the reason."""
+    """Return the object that checks grammars for this model. If the server can't use grammars, it refuses every one."""
     if options.grammar_backend == "none":
         return NO_GRAMMARS
     reason = why_no_grammars(tokenizer, vocab_size)
@@ -80,7 +83,10 @@ def choose_grammar_checks(options: ServerOptions, tokenizer: TextTokenizer, voca
 def _load_template(
     process: LimitedTemplate, sources: NamedTemplates | None, special_tokens: Mapping[str, str]
 ) -> LimitedTemplate | MissingTemplate:
-    """Load the templates into their process, which ends if there are none. Raises ``TokenizerLoadError``."""
+    """Load the chat templates into ``process``, where they are rendered. Without any, end it. Return the renderer.
+
+    Raises ``TokenizerLoadError``.
+    """
     if sources is None:
         process.close()
         return MissingTemplate()
@@ -91,7 +97,10 @@ def _load_template(
 def route(
     tokenizer: RequestTokenizer, messages: Sequence[ToTokenizer], rendered: Mapping[str, Rendered] = NOTHING_RENDERED
 ) -> TokenizerOutput:
-    """Tokenize what is to be tokenized and keep the order of everything. ``rendered``: conversations, by rid."""
+    """Tokenize the requests among ``messages``, and return all messages by their receiver, in order. Send nothing.
+
+    ``rendered``: conversations as text, or why they are refused, by rid. Refused requests become errors for HTTP.
+    """
     answers = iter(tokenizer.tokenize([m for m in messages if isinstance(m, TokenizeReq)], rendered))
     routed = TokenizerOutput([], [], [])
     for message in messages:
@@ -116,7 +125,10 @@ def _route_request(routed: TokenizerOutput, req: TokenizeReq, answer: GenerateRe
 
 
 def deliver(routed: TokenizerOutput, scheduler: SendsMessages, http: SendsMessages) -> None:
-    """Send what ``route`` gave. A request that no frame to the scheduler can hold ends with the reason."""
+    """Send the messages that ``route`` returned to the scheduler and to HTTP.
+
+    A message too large for a frame is not sent: HTTP gets an error for its requests instead.
+    """
     try:
         scheduler.send(*routed.to_scheduler)
     except FrameTooLarge as e:
@@ -129,7 +141,10 @@ def deliver(routed: TokenizerOutput, scheduler: SendsMessages, http: SendsMessag
 
 
 def main() -> None:
-    """Run until killed."""
+    """Run the tokenizer process of an instance until it is killed.
+
+    Exits with an error if the tokenizer can't be loaded.
+    """
     started = time.monotonic()
     ctx = start_child(sys.argv, ServerOptions)
     return_freed_memory()

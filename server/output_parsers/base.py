@@ -44,7 +44,7 @@ class CallShape:
     """Whether names are in JSON strings."""
 
     def written(self, name: str) -> str:
-        """Return the text of a tool's name in a call."""
+        """Return a tool's name as a call contains it: escaped for a JSON string, or as it is."""
         return json.dumps(name, ensure_ascii=False)[1:-1] if self.has_json_names else name
 
 
@@ -78,17 +78,17 @@ class OutputParser:
 
     @property
     def calls(self) -> int:
-        """Return the number of calls so far."""
+        """Return the number of tool calls found so far."""
         return self._reader.calls
 
     def feed(self, text: str) -> list[OutputEvent]:
-        """Take more text; return what is certain by now."""
+        """Take the next piece of the answer's text. Return the new events, which later text cannot change."""
         self._reader.text += text
         self._advance()
         return self._taken()
 
     def end(self, *, is_cut: bool = False) -> list[OutputEvent]:
-        """Return what is left once no more text follows.
+        """Return the last events, once no more text follows.
 
         ``is_cut``: the answer ended because of a limit. A call that is not complete is dropped then: the model never
         finished it, and no client can use half of one.

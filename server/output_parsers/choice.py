@@ -35,7 +35,11 @@ class OutputFormats:
     """Whether the chat template prints tools."""
 
     def for_request(self, *, has_tools: bool, separates_reasoning: bool) -> OutputFormat | None:
-        """Return the format to read a request's answers by; None if all of an answer is text."""
+        """Return the format to parse a request's answers with; None if the whole answer is text.
+
+        ``has_tools``: the model may call tools. ``separates_reasoning``: reasoning is kept apart from the text.
+        Harmony's format is used in any case, because its text is never plain.
+        """
         calls = self.calls if has_tools else None
         thoughts = self.reasoning if separates_reasoning or self.reasoning is BY_NAME[HARMONY_NAME] else None
         if calls is None or thoughts is None or calls is thoughts:
@@ -47,7 +51,11 @@ PLAIN_TEXT = OutputFormats()
 
 
 def choose_formats(calls: str, thoughts: str, template: str | None) -> OutputFormats:
-    """Choose by the options' values and the model's chat template, which may be missing."""
+    """Return a model's formats of tool calls and of reasoning, by the options ``calls`` and ``thoughts``.
+
+    "auto" takes the first format with signs that the chat template contains, "none" takes none. ``template``: None if
+    the model has no chat template.
+    """
     text = _printed(template or "")
     found = next((one for one in FORMATS if _has_signs(text, one)), None)
     renders_tools = "tools" in text
@@ -70,7 +78,11 @@ def marks_of(output_format: OutputFormat) -> OutputMarks:
 
 
 def _printed(template: str) -> str:
-    """Return a template with its strings as it prints them, as far as signs go: joined, and without escapes."""
+    """Return a chat template with its strings as it prints them, so that a format's signs can be found in it.
+
+    Strings printed one after the other are joined, escapes of quotes and line breaks are replaced, and white space
+    becomes one space.
+    """
     joined = JOINT.sub("", template)
     return " ".join(joined.replace('\\"', '"').replace("\\n", "\n").split())
 
@@ -84,7 +96,7 @@ def _chosen(name: str, found: OutputFormat | None) -> OutputFormat | None:
 
 
 def _combined(calls: OutputFormat, thoughts: OutputFormat) -> OutputFormat:
-    """Return a format with the reasoning of one and the calls of the other."""
+    """Return a format that reads reasoning as ``thoughts`` does and tool calls as ``calls`` does."""
     return OutputFormat(
         f"{thoughts.name}+{calls.name}",
         _parse_combined(calls, thoughts.reasoning),

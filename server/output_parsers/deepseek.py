@@ -20,7 +20,10 @@ THINK = ("<think>", "</think>")
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
+    """Parse an answer in DeepSeek V3's format: add its reasoning, text and calls to ``reader.events``.
+
+    Yields whenever it needs more text. Calls are recognised only if the request has tools.
+    """
     markers = (CALLS, CALL, CALLS_END) if request.tools else ()
     yield from reasoning(reader, request, THINK, calls=markers[:1])
     if not request.tools:

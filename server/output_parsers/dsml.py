@@ -23,7 +23,10 @@ _PARAMETER = re.compile(r'\s*name="([^"]*)"(?:\s+string="(true|false)")?\s*')
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
+    """Parse an answer in the DSML format of DeepSeek V3.2: add its reasoning, text and calls to ``reader.events``.
+
+    Yields whenever it needs more text. Calls are recognised only if the request has tools.
+    """
     markers = tuple(bracket + name for name in AROUND for bracket in (OPEN, CLOSE))
     invokes = (f"{OPEN}invoke", f"{OPEN} invoke")
     markers = (*markers, *invokes) if request.tools else ()

@@ -11,9 +11,9 @@ OBJECT = {"type": "object"}
 
 
 def forced_calls(output_format: OutputFormat, tools: Tools, *, many: bool) -> Grammar | None:
-    """Return the grammar of an answer that calls at least one of ``tools``, and with ``many`` perhaps several times.
+    """Return the grammar of an answer that must call one of ``tools``; None for a format without a ``CallShape``.
 
-    Return None for a format without a ``CallShape``.
+    ``many``: the answer may have several calls, if the format has a separator for them.
     """
     shape = output_format.shape
     if shape is None:

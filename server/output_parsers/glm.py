@@ -21,7 +21,10 @@ THINK = ("<think>", "</think>")
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
+    """Parse an answer in GLM 4.5's format: add its reasoning, text and calls to ``reader.events``.
+
+    Yields whenever it needs more text. Calls are recognised only if the request has tools.
+    """
     markers = (BEGIN,) if request.tools else ()
     yield from reasoning(reader, request, THINK, calls=markers)
     if not request.tools:

@@ -21,9 +21,10 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*([A-Za-z]+)")
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Emit the parts of an answer that ``reader`` holds.
+    """Parse an answer in OpenAI's harmony format: add its reasoning, text and calls to ``reader.events``.
 
-    It begins within the header of its first message, behind ``<|start|>assistant``.
+    Yields whenever it needs more text. The answer begins within the header of its first message, after
+    ``<|start|>assistant``.
     """
     while True:
         yield from reader.skip_space()
@@ -46,7 +47,11 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
 
 
 def _header(reader: Reader) -> Generator[None, None, str | None]:
-    """Return a message's header, without its marks; None for one that is broken, with which its message ends."""
+    """Read a message's header, and return it without the marks around it.
+
+    Return None, and skip the message, for a header that another mark or the answer's end breaks off. At the answer's
+    end, what can be text for the user is emitted.
+    """
     start = reader.at
     try:
         head, mark = yield from reader.until(MESSAGE, *ENDS)
@@ -63,7 +68,10 @@ def _header(reader: Reader) -> Generator[None, None, str | None]:
 
 
 def _body(reader: Reader, *, reasoning: bool) -> Parser:
-    """Emit the text of a message. Its end counts only where a new message or nothing follows."""
+    """Emit a message's text, as reasoning or as text for the user, up to the mark that ends it.
+
+    A mark that neither a new message nor the end of the text follows is part of the text.
+    """
     while mark := (yield from reader.show_until(*ENDS, reasoning=reasoning)):
         yield from reader.skip_space()
         follows = yield from reader.sees(START)
@@ -84,7 +92,11 @@ def _skip_body(reader: Reader) -> Parser:
 
 
 def _call(reader: Reader, name: str, channel: str, *, is_offered: bool) -> Parser:
-    """Emit the call that a message is; or its text, if it is none."""
+    """Emit the call of the tool ``name``, with the JSON arguments at the reader's position.
+
+    If the arguments are not valid, or ``is_offered`` is False, emit the message's text instead. In an answer cut by a
+    limit, such a message is dropped.
+    """
     start = reader.at
     try:
         text, value = yield from reader.json_value()

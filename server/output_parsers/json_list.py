@@ -16,7 +16,10 @@ RESPONSE, RESPONSE_END = "<response>", "</response>"
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
+    """Parse an answer in the format of Granite 3 or Phi-4: add its reasoning, text and calls to ``reader.events``.
+
+    Yields whenever it needs more text. Calls are recognised only if the request has tools.
+    """
     markers = tuple(begin for begin, _ in MARKS) if request.tools else ()
     yield from reasoning(reader, request, THINK, OLD_THINK, calls=markers[:2])
     yield from reader.skip_space()

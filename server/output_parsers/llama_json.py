@@ -20,7 +20,10 @@ HEADERS = ("<|start_header_id|>", "<|header_start|>")
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
+    """Parse an answer in Llama's JSON format: add its text and calls to ``reader.events``.
+
+    Yields whenever it needs more text. Calls are recognised only if the request has tools.
+    """
     if not request.tools:
         yield from only_text(reader)
         return

@@ -19,7 +19,10 @@ _PAIRS = {"[": "]", "(": ")", "{": "}"}
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
+    """Parse an answer in Llama 4's list of Python calls: add its text and calls to ``reader.events``.
+
+    Yields whenever it needs more text. Calls are recognised only if the request has tools.
+    """
     if request.tools:
         yield from reader.skip_space()
         yield from reader.takes(BEGIN)
@@ -45,7 +48,10 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
 
 
 def _brackets(reader: Reader) -> Generator[None, None, str]:
-    """Return the text up to the bracket that closes the one at the reader's place, and go past it."""
+    """Return the text from the bracket at the reader's position to its closing bracket, and move past it.
+
+    Raises ``Malformed`` if the answer ends before.
+    """
     start, at, quote = reader.at, reader.at, ""
     expected: list[str] = []
     while True:
@@ -74,7 +80,10 @@ def _brackets(reader: Reader) -> Generator[None, None, str]:
 
 
 def calls_of(text: str) -> list[ToolCall]:
-    """Return the calls in a list of Python calls with literal arguments. Raises ``Malformed``."""
+    """Return the calls in a Python list such as ``[f(a=1), g()]``, with keyword arguments only.
+
+    Raises ``Malformed`` for any other text, and for arguments that are not literals that JSON has as well.
+    """
     if len(text) > MAX_CHARACTERS:
         raise Malformed("too long")
     try:
@@ -108,7 +117,10 @@ def _name(node: ast.expr) -> str:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal that JSON has as well."""
+    """Return the value of a Python literal that JSON has as well; also of JSON's own true, false and null.
+
+    Raises ``Malformed`` for anything else.
+    """
     if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
         return {"true": True, "false": False, "null": None}[node.id]
     if isinstance(node, ast.List | ast.Tuple):

@@ -59,7 +59,10 @@ class Reader:
     # --- events ---
 
     def emit_text(self, text: str) -> None:
-        """Add text for the user. White space beside a call or reasoning counts only within the text."""
+        """Add text for the user to the events. White space at its end is held back until more text follows.
+
+        White space is dropped before the first text if reasoning or a call comes before it.
+        """
         shown = text.rstrip(SPACE)
         if not shown:
             self._held += text
@@ -71,12 +74,12 @@ class Reader:
         self._drops_held, self._has_text = False, True
 
     def emit_reasoning(self, text: str) -> None:
-        """Add reasoning."""
+        """Add reasoning to the events; join it to the last event if that is reasoning, too. "" adds nothing."""
         if text:
             self._add(ReasoningDelta, text)
 
     def emit_call(self, call: ToolCall) -> None:
-        """Add a call."""
+        """Add a tool call to the events, and number it: the answer's first call is 0."""
         self._drops_held = True
         self.events.append(call._replace(number=self.calls))
         self.calls += 1
@@ -86,7 +89,7 @@ class Reader:
         self._drops_held = True
 
     def finish(self) -> None:
-        """Add white space that ends the text, unless it only follows a call."""
+        """Add the white space that ends the text, once no more follows. It is dropped beside a call or reasoning."""
         if self._held and not self._drops_held:
             self._add(TextDelta, self._held)
         self._held = ""
@@ -102,15 +105,15 @@ class Reader:
 
     @property
     def rest(self) -> str:
-        """All text from the reader's place on, as far as it has arrived."""
+        """All text from the reader's position on, as far as it has arrived."""
         return self.text[self.at :]
 
     def drop_read(self) -> None:
-        """Forget the text before the reader's place: no parser returns to it."""
+        """Forget the text before the reader's position: no parser returns to it."""
         self.text, self.at = self.text[self.at :], 0
 
     def skip_space(self) -> Parser:
-        """Go to the next character that is not white space, or to the end."""
+        """Move to the next character that is not white space, or to the end. Yields whenever it needs more text."""
         while True:
             while self.at < len(self.text) and self.text[self.at] in SPACE:
                 self.at += 1
@@ -119,7 +122,7 @@ class Reader:
             yield
 
     def is_last(self) -> Generator[None, None, bool]:
-        """Wait until something follows but white space, or nothing does; return whether nothing does."""
+        """Move past white space; return whether the answer ends there. Yields until that is known."""
         yield from self.skip_space()
         while not self.has_ended and self.at == len(self.text):
             yield
@@ -127,7 +130,10 @@ class Reader:
         return self.at == len(self.text)
 
     def sees(self, *markers: str) -> Generator[None, None, str]:
-        """Return the first of ``markers`` that the text goes on with, else ""; the place stays."""
+        """Return the first of ``markers`` that begins at the position, else "". The position stays.
+
+        Yields while the text that has arrived may become one of them.
+        """
         while True:
             for marker in markers:
                 if self.text.startswith(marker, self.at):
@@ -139,13 +145,19 @@ class Reader:
             yield
 
     def takes(self, *markers: str) -> Generator[None, None, str]:
-        """Return what ``sees`` does, and go past it."""
+        """Return the first of ``markers`` that begins at the position, and move past it.
+
+        Return "" and stay if none does. Yields while the text that has arrived may become one of them.
+        """
         marker = yield from self.sees(*markers)
         self.at += len(marker)
         return marker
 
     def expect(self, *markers: str) -> Generator[None, None, str]:
-        """Go past white space and one of ``markers``, which is returned. Raises ``Malformed``."""
+        """Move past white space and the one of ``markers`` that follows, and return that marker.
+
+        Raises ``Malformed`` if none follows. Yields whenever it needs more text.
+        """
         yield from self.skip_space()
         marker = yield from self.takes(*markers)
         if not marker:
@@ -154,7 +166,10 @@ class Reader:
         return marker
 
     def until(self, *markers: str) -> Generator[None, None, tuple[str, str]]:
-        """Return the text before the first of ``markers``, and the marker; go past it. Raises ``Malformed``."""
+        """Return the text before the first of ``markers``, and that marker; move past both.
+
+        Yields until a marker has arrived. Raises ``Incomplete``, a ``Malformed``, if the answer ends without one.
+        """
         start, looked = self.at, self.at
         longest = max(map(len, markers))
         while True:
@@ -171,9 +186,10 @@ class Reader:
             yield
 
     def show_until(self, *markers: str, reasoning: bool = False) -> Generator[None, None, str]:
-        """Emit text up to the first of ``markers``, as it arrives, and return the marker; "" at the end.
+        """Emit text up to the first of ``markers``, as it arrives. Return the marker, or "" at the answer's end.
 
-        The place is after the marker then, and text before the marker is dropped.
+        ``reasoning``: emit it as reasoning. The text before the marker is dropped, and the position is after the
+        marker.
         """
         emit = self.emit_reasoning if reasoning else self.emit_text
         space = ""
@@ -206,7 +222,7 @@ class Reader:
             yield
 
     def _certain(self, markers: Sequence[str]) -> int:
-        """Return the end of the text that no marker can begin in."""
+        """Return the index up to which the text can be emitted: no marker may have begun before it."""
         end = len(self.text)
         for marker in markers:
             for size in range(min(len(marker) - 1, len(self.text) - self.at), 0, -1):
@@ -216,9 +232,10 @@ class Reader:
         return end
 
     def json_value(self) -> Generator[None, None, tuple[str, Any]]:
-        """Return the JSON value at the place, as text and decoded, and go past it. Raises ``Malformed``.
+        """Return the JSON object, list or string at the position, as text and decoded, and move past it.
 
-        Objects, lists and strings only. Strings may contain line breaks as they are, which models write.
+        Raises ``Malformed`` for anything else. Strings may contain line breaks as they are, which models write. Yields
+        whenever it needs more text.
         """
         yield from self.skip_space()
         start = at = self.at
@@ -252,7 +269,7 @@ class Reader:
 
 @cache
 def _search(markers: tuple[str, ...]) -> tuple[Find, Find]:
-    """Return what finds one of a format's markers, and what finds a character with which one begins."""
+    """Return two search functions: one finds any of ``markers``, the other a character that begins one of them."""
     if not markers:
         return _find_nothing, _find_nothing
     longest_first = sorted(markers, key=len, reverse=True)
@@ -265,7 +282,7 @@ def _find_nothing(text: str, start: int) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """Decode JSON, also with line breaks in strings. Raises ``Malformed``."""
+    """Decode ``text``, which is one JSON value; strings may contain line breaks as they are. Raises ``Malformed``."""
     try:
         value, end = _decoder.raw_decode(text.strip(SPACE))
     except (ValueError, RecursionError) as e:
@@ -276,7 +293,7 @@ def parse_json(text: str) -> Any:
 
 
 def members(text: str) -> dict[str, str]:
-    """Return the members of a JSON object as they are written: each value's text by its key. Raises ``Malformed``."""
+    """Return each value of a JSON object by its key, not decoded but as it is written. Raises ``Malformed``."""
     found: dict[str, str] = {}
     at = _skip(text, text.index("{") + 1)
     try:
@@ -303,7 +320,10 @@ def _skip(text: str, at: int) -> int:
 
 
 def strict_json(text: str) -> str:
-    """Return a JSON value's text, rewritten only where it is not strict JSON. Raises ``Malformed``."""
+    """Return a JSON value's text: as it is if it is strict JSON, else encoded anew. Raises ``Malformed``.
+
+    Line breaks in strings are repaired so. NaN and infinities are refused.
+    """
     try:
         json.loads(text, parse_constant=_refuse_constant)
     except ValueError:
@@ -321,9 +341,10 @@ def _refuse_constant(name: str) -> None:
 
 
 def call_of(text: str, value: Any, *, name_keys: Sequence[str] = ("name",)) -> ToolCall:
-    """Return the call that a JSON object describes by ``name`` and ``arguments`` or ``parameters``.
+    """Return the call that a JSON object describes by a name and ``arguments`` or ``parameters``.
 
-    Raises ``Malformed``.
+    ``text``: the object as it is written. ``value``: decoded. ``name_keys``: keys that may hold the name. Raises
+    ``Malformed``.
     """
     if not isinstance(value, dict):
         raise Malformed("call")
@@ -337,7 +358,10 @@ def call_of(text: str, value: Any, *, name_keys: Sequence[str] = ("name",)) -> T
 
 
 def calls_of(text: str, value: Any) -> list[ToolCall]:
-    """Return the calls of a JSON object, or of a list of them. Raises ``Malformed``."""
+    """Return the call that a JSON object describes, or the calls of a list of such objects. Raises ``Malformed``.
+
+    ``text``: the value as it is written. ``value``: decoded.
+    """
     if not isinstance(value, list):
         return [call_of(text, value)]
     calls, at = [], _skip(text, 1)
@@ -349,7 +373,10 @@ def calls_of(text: str, value: Any) -> list[ToolCall]:
 
 
 def arguments_of(text: str, value: Any) -> str:
-    """Return a call's arguments as the text of a JSON object. Raises ``Malformed`` for anything else."""
+    """Return a call's arguments as the text of a JSON object; "{}" for null. Raises ``Malformed`` for anything else.
+
+    ``text``: the arguments as they are written. ``value``: decoded. A string may hold the object as JSON.
+    """
     if isinstance(value, str):
         text, value = value, parse_json(value)
     if value is None:

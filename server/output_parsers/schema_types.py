@@ -16,7 +16,10 @@ ANY = frozenset({"string", "number", "integer", "boolean", "null", "object", "ar
 
 
 def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
-    """Return the JSON types that a schema allows; nothing if it does not say."""
+    """Return the names of the JSON types that a schema allows; the empty set if it does not say.
+
+    ``root``: schema that references such as "#/$defs/a" are looked up in. ``depth``: levels of schemas above this one.
+    """
     if not isinstance(schema, Mapping) or depth > 8:
         return frozenset()
     found: set[str] = set()
@@ -42,7 +45,10 @@ def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
 
 
 def parameter(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """Return the types of a tool's parameter; nothing if the schema does not say."""
+    """Return the names of the JSON types of a tool's parameter; the empty set if ``schema`` does not say.
+
+    ``schema``: of all the tool's parameters.
+    """
     properties = schema.get("properties")
     own = properties.get(name) if isinstance(properties, Mapping) else None
     if own is None:
@@ -51,9 +57,9 @@ def parameter(schema: Mapping[str, Any], name: str) -> frozenset[str]:
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """Return bare text as a JSON value of one of ``types``, if it is one; else as a string.
+    """Return bare text as the JSON text of a value of one of ``types``, if it can be read so; else as a JSON string.
 
-    Without types, text that is valid JSON but a string is taken for that.
+    If ``types`` is empty, text that is valid JSON counts as that JSON value.
     """
     allowed = types or ANY
     bare = text.strip()

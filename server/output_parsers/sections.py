@@ -13,10 +13,10 @@ ReadCalls = Callable[[str], Generator[None, None, list[ToolCall]]]
 
 
 def reasoning(reader: Reader, request: ParseRequest, *pairs: tuple[str, str], calls: Sequence[str] = ()) -> Parser:
-    """Read the reasoning between the first and the second text of a pair, if the answer begins with it.
+    """Emit the reasoning between the two texts of one of ``pairs``, if the answer begins with it.
 
-    ``calls``: markers of calls. A call ends the reasoning if no other end follows. Otherwise the call was only a
-    thought.
+    Do nothing if the request does not separate reasoning. ``calls``: markers of calls. A call ends the reasoning if no
+    other end follows. Otherwise the call was only a thought.
     """
     if not request.separates_reasoning:
         return
@@ -44,9 +44,9 @@ def reasoning(reader: Reader, request: ParseRequest, *pairs: tuple[str, str], ca
 
 
 def text_and_calls(reader: Reader, markers: Sequence[str], read: ReadCalls) -> Parser:
-    """Emit text, and the calls that begin with one of ``markers``, to the end.
+    """Emit the rest of an answer: text, and the calls that begin with one of ``markers``.
 
-    What begins like a call and is none is text: nothing is lost.
+    ``read`` reads the calls after a marker. What begins like a call and is none is emitted as text, so nothing is lost.
     """
     while marker := (yield from reader.show_until(*markers)):
         try:
@@ -65,5 +65,5 @@ def text_and_calls(reader: Reader, markers: Sequence[str], read: ReadCalls) -> P
 
 
 def only_text(reader: Reader) -> Parser:
-    """Emit everything as text."""
+    """Emit the rest of the answer as text, as it arrives."""
     yield from reader.show_until()

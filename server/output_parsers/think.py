@@ -10,7 +10,10 @@ PAIR = ("<think>", "</think>")
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
+    """Parse an answer in a format with reasoning only: add its reasoning and text to ``reader.events``.
+
+    Yields whenever it needs more text.
+    """
     yield from reasoning(reader, request, PAIR)
     yield from only_text(reader)
 
