@@ -52,7 +52,10 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 async def _serve() -> None:
-    """Print the port, then serve until stdin ends: so with the process that started this one, however it ends."""
+    """Start a server of streamed answers and print its port. Serve until standard input ends.
+
+    So the server ends with the process that started it, however that ends.
+    """
     server = await asyncio.start_server(_answer, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.to_thread(sys.stdin.read)
@@ -71,7 +74,7 @@ async def _ours(url: str) -> int:
 
 
 def _stamp(times: list[float], line: bytes | str) -> None:
-    """Do what any client does with an event: note the time, and parse it."""
+    """Parse one line of an event stream, and add the current time to ``times`` if it is a chunk with choices."""
     text = line.removeprefix(b"data: ") if isinstance(line, bytes) else line.removeprefix("data: ")
     if text.strip() not in (b"", b"[DONE]", "", "[DONE]") and orjson.loads(text)["choices"]:
         times.append(time.perf_counter())
@@ -106,7 +109,7 @@ async def _aiohttp(url: str) -> int:
 
 
 def measure(client: Callable[[str], Awaitable[int]], url: str) -> float:
-    """Return the CPU seconds per chunk."""
+    """Return the CPU seconds that ``client`` takes for each chunk that it receives from the server at ``url``."""
     begin = time.process_time()
 
     async def run() -> int:
@@ -118,7 +121,7 @@ def measure(client: Callable[[str], Awaitable[int]], url: str) -> float:
 
 
 def main() -> None:
-    """Measure each client and print a line for it."""
+    """Measure each client and print its CPU time per chunk; with the argument ``SERVE``, be the server instead."""
     if sys.argv[1:] == [SERVE]:
         uvloop.run(_serve())
         return

@@ -13,7 +13,7 @@ MICRO = 1e6
 
 
 def make_shapes(rng: random.Random) -> list[StepShape]:
-    """Decodes of up to 32 requests, every other step with a prompt piece."""
+    """Make ``STEPS`` step shapes with decodes of 1 to 32 requests; every other one also has a piece of a prompt."""
     shapes = []
     for i in range(STEPS):
         decodes = rng.randrange(1, 33)
@@ -23,7 +23,10 @@ def make_shapes(rng: random.Random) -> list[StepShape]:
 
 
 def microseconds(action: Callable[[StepShape], object], shapes: list[StepShape]) -> float:
-    """Return the CPU time of one call, the best of some rounds, so that other processes' use of caches is left out."""
+    """Return the CPU time of one call of ``action``, in µs: the mean over ``shapes`` in the fastest of several rounds.
+
+    The fastest round is taken, so that other processes' use of caches is left out.
+    """
     best = float("inf")
     for _ in range(ROUNDS):
         begin = time.thread_time()
@@ -34,7 +37,7 @@ def microseconds(action: Callable[[StepShape], object], shapes: list[StepShape])
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the CPU time of learning, estimating and choosing a prompt piece's size, and print it in µs."""
     rng = random.Random(0)
     shapes, model = make_shapes(rng), CostModel()
 

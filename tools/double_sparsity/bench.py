@@ -22,7 +22,10 @@ from ..kernels.kv_bench import Decodes, fill, measure
 
 
 def main() -> None:
-    """Run everything and print it."""
+    """Measure decode steps with attention to few and to all tokens, at the batch sizes and contexts asked for.
+
+    Print times.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--channels", required=True, help="file of `pdserve calibrate`")
     parser.add_argument("--model-path", default="smollm2")
@@ -47,7 +50,11 @@ def main() -> None:
 def make_models(
     model_path: str, channels: str, chosen: int, slots: int, cpus: tuple[int, ...]
 ) -> dict[str, LoadedModel]:
-    """Load the models that are compared, and fill their pools."""
+    """Load one model with three kinds of attention, and return the three by name. Fill their KV pools.
+
+    They are torch over all tokens, torch over ``chosen`` tokens, and the CPU kernels over all. ``channels``: file of
+    `pdserve calibrate`. ``slots``: tokens that each pool has room for.
+    """
     torch_all = ServerOptions(
         model_path=model_path,
         device="cpu",

@@ -53,7 +53,7 @@ class Score(NamedTuple):
 
 
 def main() -> None:
-    """Measure every way and print a table."""
+    """Measure perplexity and divergence for each number of chosen tokens and channels, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--channels", required=True, help="file of `pdserve calibrate`")
     parser.add_argument("--model-path", default="smollm2")
@@ -78,7 +78,10 @@ def main() -> None:
 
 
 def measure(model_path: str, channels: str, ways: list[Way], windows: Tensor) -> dict[Way, Score]:
-    """Return the sums of each way over ``windows``. The others are compared with the first."""
+    """Return the sums over ``windows`` for each of ``ways``, of which the first attends to all tokens.
+
+    The divergence of each is from the first one's logits. ``channels``: file of `pdserve calibrate`.
+    """
     expected = list(_logits(model_path, channels, ways[0], windows))
     scores = {}
     for way in ways:
@@ -116,7 +119,10 @@ def _logits(model_path: str, channels: str, way: Way, windows: Tensor) -> Iterat
 
 
 def _compare(logits: Tensor, truth: Tensor, ids: Tensor) -> Tensor:
-    """Return a window's ``Score``, [3] float64. The last tokens of ``ids`` [w] are scored."""
+    """Return the values of ``Score`` for one window, [3] float64.
+
+    ``logits`` are compared with ``truth``, those of attention to all tokens. They score the last tokens of ``ids`` [w].
+    """
     sums = torch.zeros(3, dtype=torch.float64)
     blocks = (torch.split(tensor, ROWS) for tensor in (logits, truth, ids[-len(truth) :]))
     for few, everything, wanted in zip(*blocks, strict=True):

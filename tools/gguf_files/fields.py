@@ -6,7 +6,7 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 
 def copy_field(reader: GGUFReader, writer: GGUFWriter, name: str) -> None:
-    """Add the field ``name`` of ``reader`` to ``writer``."""
+    """Copy the metadata field ``name`` of ``reader``, with its type, to ``writer``."""
     field = reader.fields[name]
     kind = field.types[0]
     of_items = field.types[-1] if kind == GGUFValueType.ARRAY else None

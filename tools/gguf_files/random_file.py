@@ -47,12 +47,12 @@ class Size(NamedTuple):
 
     @property
     def kv_size(self) -> int:
-        """Elements of a token's keys."""
+        """Number of elements of a token's keys in one layer, all KV heads together."""
         return self.kv_heads * self.head_dim
 
 
 def main() -> None:
-    """Write the file that the command line describes."""
+    """Write a GGUF file with a random model of the size that the command line asks for, and print the file's size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
     parser.add_argument("--mix", choices=MIXES, default="Q4_K_M", help="kinds of the matrices (default: %(default)s)")
@@ -67,9 +67,9 @@ def main() -> None:
 
 
 def kinds_of(mix: str, size: Size) -> dict[str, Kind]:
-    """Return the kind of each matrix by its GGUF name. ``Q4_K_M`` is mixed as in llama.cpp; others are of one kind.
+    """Return the quantisation of each matrix by its GGUF name. ``Q4_K_M`` is mixed as in llama.cpp.
 
-    Routers stay as they are.
+    Any other ``mix`` is the quantisation of all matrices. The experts' routers are not among them.
     """
     kinds, layers, suffix = {}, size.layers, "_exps" if size.experts else ""
     for i in range(layers):
@@ -85,7 +85,11 @@ def kinds_of(mix: str, size: Size) -> dict[str, Kind]:
 
 
 def write_random_gguf(path: Path, size: Size, kinds: Mapping[str, Kind], seed: int, *, tokenizer: bool = False) -> None:
-    """Write a model of ``size``, each matrix in its kind (F32 where ``kinds`` has none), the same for the same seed."""
+    """Write a GGUF file with a random model of ``size``; the same ``seed`` gives the same file.
+
+    ``kinds``: quantisation by the matrix's GGUF name; all others are F32. ``tokenizer``: add the default model's
+    tokenizer.
+    """
     rng = np.random.default_rng(seed)
     writer = GGUFWriter(path, "qwen3moe" if size.experts else "llama")
     _add_metadata(writer, size)

@@ -24,7 +24,7 @@ PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
 
 
 def main() -> None:
-    """Write the file that the command line describes."""
+    """Requantise the model that the command line names into a new GGUF file, and print the file's size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a GGUF file, as the server takes it")
     parser.add_argument("path", type=Path)
@@ -35,7 +35,10 @@ def main() -> None:
 
 
 def requantize(source: Path, path: Path, kind: Kind) -> None:
-    """Write ``source`` to ``path``: the same fields, and each quantised matrix in ``kind``."""
+    """Write a copy of the GGUF file ``source`` to ``path``, with each quantised matrix converted to ``kind``.
+
+    Metadata and tensors that are not quantised stay the same.
+    """
     reader = GGUFReader(source)
     writer = GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
     for name in reader.fields:

@@ -34,7 +34,10 @@ class RoomArrows(NamedTuple):
 
 
 def room_arrows(room: str, modules: Iterable[Module]) -> RoomArrows:
-    """Measure the imports between the sub-rooms of ``room``."""
+    """Return the sub-rooms of the top-level folder ``room`` in order, and the imports between them.
+
+    The order leaves few imports from a lower sub-room to a higher one.
+    """
     inside = [module for module in modules if module.room == room and module.name != room]
     sub_rooms = {_sub_room(module.name) for module in inside}
     arrows = {(_sub_room(module.name), _sub_room(name)) for module in inside for name in imports(module)}
@@ -50,7 +53,11 @@ def _sub_room(name: str) -> str:
 
 
 def _greedy(nodes: list[str], arrows: set[Arrow]) -> list[str]:
-    """Take what imports nothing to the bottom, what is not imported to the top, and else the most imported down."""
+    """Return the nodes from bottom to top in a greedy order with few arrows that run up.
+
+    Nodes that import nothing go to the bottom, and nodes that nothing imports to the top. If there are neither, the
+    most imported one goes down.
+    """
     left, bottom, top = list(nodes), list[str](), list[str]()
     while left:
         inside = [(source, to) for source, to in arrows if source in left and to in left]
@@ -67,7 +74,10 @@ def _greedy(nodes: list[str], arrows: set[Arrow]) -> list[str]:
 
 
 def _improved(order: list[str], arrows: set[Arrow]) -> list[str]:
-    """Move one node at a time to where it saves most, until no move saves an arrow that runs up."""
+    """Return ``order`` improved so that fewer arrows run up: move one node at a time to where it saves most.
+
+    Ends when no move of a single node saves any.
+    """
     better = True
     while better:
         better = False
@@ -83,7 +93,7 @@ def _improved(order: list[str], arrows: set[Arrow]) -> list[str]:
 
 
 def _costs_by_position(node: str, rest: list[str], arrows: set[Arrow]) -> list[int]:
-    """Count the arrows of ``node`` that run up when it is put before each position of ``rest``."""
+    """Return how many arrows of ``node`` run up if it is put before each position of ``rest``, and at its end."""
     costs = [sum((node, other) in arrows for other in rest)]
     for other in rest:
         costs.append(costs[-1] - ((node, other) in arrows) + ((other, node) in arrows))

@@ -38,7 +38,7 @@ class Class(NamedTuple):
         return {item.name for item in self.node.body if isinstance(item, Function) and item.name[0] != "_"}
 
     def place(self, size: int) -> Place:
-        """Return where the class is, with a size."""
+        """Return the file and line of the class, with ``size`` as the figure to show."""
         return Place(self.module.path, self.node.lineno, f"{self.node.name}, {size}", size)
 
 
@@ -56,7 +56,7 @@ class Classes:
             self._by_name.setdefault(found.node.name, []).append(found)
 
     def assigned_attributes(self, room: str) -> set[str]:
-        """Return the names of all attributes that a room assigns, of whatever object."""
+        """Return the names of all attributes that code in the folder ``room`` assigns, on any object."""
         if room not in self._assigned:
             nodes = [node for module in self._modules if module.room == room for node in module.nodes]
             stores = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
@@ -64,7 +64,10 @@ class Classes:
         return self._assigned[room]
 
     def find(self, name: str, user: Module) -> Class | None:
-        """Return the class that ``name`` means in ``user``; None for one of a library or an ambiguous name."""
+        """Return the class that ``name`` means in the module ``user``. None: a library's class, or an ambiguous name.
+
+        The name is looked up in the same file, then in the same top-level folder, then everywhere.
+        """
         named = self._by_name.get(name, [])
         for chosen in (
             [found for found in named if found.module.path == user.path],
@@ -76,7 +79,7 @@ class Classes:
         return None
 
     def lineage(self, found: Class) -> list[Class]:
-        """Return a class and its first-party base classes."""
+        """Return a class and all its direct and indirect base classes that are defined in this repository."""
         line: list[Class] = []
         todo = [found]
         while todo:
@@ -91,18 +94,21 @@ class Classes:
         return {name for each in self.lineage(found) for name in each.own_public}
 
     def widths(self) -> Iterator[Place]:
-        """Yield every class with its width."""
+        """Yield the place of every class with its width, the number of its public methods and properties."""
         for found in self.all:
             yield found.place(len(self.public_methods(found)))
 
     def large(self) -> Iterator[Place]:
-        """Yield the classes of more than 300 lines."""
+        """Yield the place of each class of more than ``MAX_CLASS_LINES`` lines, with their number."""
         for found in self.all:
             if (size := length(found.node)) > MAX_CLASS_LINES:
                 yield found.place(size)
 
     def double_names(self) -> dict[str, list[Place]]:
-        """Return the class names that several classes have, with their places."""
+        """Return the class names that several classes have, each with the places of these classes.
+
+        Classes in ``MEASURED_APART`` folders don't count.
+        """
         counted = {
             name: [found.place(1) for found in named if found.module.room not in MEASURED_APART]
             for name, named in sorted(self._by_name.items())
@@ -116,14 +122,14 @@ def length(node: ast.stmt) -> int:
 
 
 def long_functions(module: Module) -> Iterator[Place]:
-    """Yield the functions of more than 60 lines."""
+    """Yield the place of each function of more than ``MAX_FUNCTION_LINES`` lines, with their number."""
     for node in module.nodes:
         if isinstance(node, Function) and (size := length(node)) > MAX_FUNCTION_LINES:
             yield Place(module.path, node.lineno, f"{node.name}, {size}", size)
 
 
 def asserts_of_presence(module: Module) -> Iterator[Place]:
-    """Yield each ``assert x is not None``."""
+    """Yield the place of each ``assert x is not None`` in a module."""
     for node in module.nodes:
         if isinstance(node, ast.Assert) and "is not None" in (test := ast.unparse(node.test)):
             yield Place(module.path, node.lineno, test)

@@ -16,7 +16,7 @@ MAX_PARTS = 12
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the repository and print the table."""
+    """Measure the structure of the repository, and print its table, or what the options ask for. Return 0."""
     parser = argparse.ArgumentParser(prog="python -m tools.house", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print every figure and every place that it counts")
     parser.add_argument("--list", choices=sorted(FIGURES), metavar="FIGURE", help="print the places of one figure")
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def table(house: House) -> str:
-    """Return the table of all rooms, its columns' meanings, and guards by part."""
+    """Return the figures as text: a row for each top-level folder, the columns' meanings, and the guards by part."""
     rows = [*house.rooms.items(), ("total", house.total)]
     lines = [f"{'':15}" + "".join(f"{key:>10}" for key in FIGURES)]
     lines += [f"{room:15}" + "".join(f"{figures.get(key, ''):>10}" for key in FIGURES) for room, figures in rows]

@@ -36,7 +36,7 @@ Parts = dict[str, set[str]]
 
 
 def optional_parts(classes: Classes) -> Parts:
-    """Find the names of optional parts, each with the rooms of their owners."""
+    """Return the names of all optional parts, each with the top-level folders of the classes that own it."""
     parts: Parts = {}
     for owner in classes.all:
         for name in set(_parts_of(owner, classes)):
@@ -68,7 +68,7 @@ def _is_store(node: ast.Attribute) -> bool:
 
 
 def _assignments(init: Function) -> Iterator[tuple[str, ast.expr, ast.expr | None]]:
-    """Yield name, value and annotation of each attribute that ``init`` sets."""
+    """Yield the name, value and annotation of each attribute that ``init`` sets. The annotation may be None."""
     for node in ast.walk(init):
         pairs: list[tuple[ast.expr, ast.expr]] = []
         annotation = None
@@ -101,7 +101,7 @@ def _is_dataclass(found: Class) -> bool:
 
 
 def guards(modules: Iterable[Module], parts: Parts) -> Iterator[tuple[str, Place]]:
-    """Yield each guard: the name of the part, or of the null object, and where it is."""
+    """Yield each guard, with the name of its part (or of the null object that it asks for) and its place."""
     for module in modules:
         here = {name for name, rooms in parts.items() if module.room in rooms}
         found = {(test.lineno, test.col_offset): (name, test) for name, test in _guards_in(module.nodes, here)}

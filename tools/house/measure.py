@@ -45,7 +45,7 @@ class House(NamedTuple):
 
 
 def measure(root: Path) -> House:
-    """Measure the repository."""
+    """Read the repository at ``root`` and return all figures of its structure, with the places that they count."""
     modules, tests = read_product(root), read_tests(root)
     classes = Classes(modules)
     arrows = {room: room_arrows(room, modules) for room in sorted({module.room for module in modules})}

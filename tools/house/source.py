@@ -23,27 +23,27 @@ class Module:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Every node of the tree."""
+        """Every node of the module's syntax tree."""
         return list(ast.walk(self.tree))
 
     @property
     def lines(self) -> int:
-        """Number of lines."""
+        """Number of lines of the file."""
         return len(self.text.splitlines())
 
     @property
     def room(self) -> str:
-        """Top-level folder."""
+        """Name of the top-level folder that the file is in."""
         return self.path.split("/")[0]
 
     @property
     def name(self) -> str:
-        """Dotted name without ``pdserve``: "scheduler.policies.base"; of a package, the folder's."""
+        """Dotted name without ``pdserve``, such as "scheduler.policies.base". A package has its folder's name."""
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     @property
     def package(self) -> list[str]:
-        """Folders that the file lies in."""
+        """Names of the folders that the file is in, the outermost first."""
         return self.path.split("/")[:-1]
 
 
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
     @property
     def room(self) -> str:
-        """Top-level folder."""
+        """Name of the top-level folder that the file is in."""
         return self.path.split("/")[0]
 
     def __str__(self) -> str:
@@ -66,13 +66,13 @@ class Place(NamedTuple):
 
 
 def read_product(root: Path) -> list[Module]:
-    """Read every module of every room, in the order of their paths."""
+    """Read and parse every Python file of the product's top-level packages, in the order of their paths."""
     rooms = [init.parent for init in root.glob("*/__init__.py") if init.parent.name not in NOT_ROOMS]
     return [_read(root, file) for room in sorted(rooms) for file in sorted(room.rglob("*.py"))]
 
 
 def read_tests(root: Path) -> list[Module]:
-    """Read every Python file below ``tests/``."""
+    """Read and parse every Python file below ``tests/``, in the order of their paths."""
     return [_read(root, file) for file in sorted((root / "tests").rglob("*.py"))]
 
 

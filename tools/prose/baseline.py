@@ -19,7 +19,10 @@ Baseline = dict[str, dict[str, int]]
 
 
 def load(root: Path) -> Baseline:
-    """Read the baseline; an absent one allows nothing. Exits for a broken one."""
+    """Read the numbers of findings that each file may have, from the committed file below ``root``.
+
+    Without that file nothing is allowed. Raises ``SystemExit`` for one that is not JSON.
+    """
     file = root / PATH
     try:
         baseline: Baseline = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -29,14 +32,14 @@ def load(root: Path) -> Baseline:
 
 
 def save(root: Path, baseline: Baseline) -> None:
-    """Write the baseline, one line a file, without files and rules that have no findings."""
+    """Write the baseline's file below ``root``, one line for each source file that may have findings."""
     kept = {path: {r.name: counts[r.name] for r in RULES if counts.get(r.name)} for path, counts in baseline.items()}
     lines = [f"{json.dumps(path)}: {json.dumps(counts)}" for path, counts in sorted(kept.items()) if counts]
     (root / PATH).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def lowered(baseline: Baseline, reports: Sequence[Report]) -> Baseline:
-    """Return the baseline with every count lowered to what is left.
+    """Return the baseline with every number lowered to the findings that are left.
 
     Files that are gone leave their allowance to files of the same top-level folder that exceed theirs, because their
     text may have moved there.

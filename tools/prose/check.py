@@ -34,11 +34,15 @@ class Report(NamedTuple):
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of findings by rule."""
+        """Number of findings in the file, by the rule's name."""
         return Counter(finding.rule.name for finding in self.findings)
 
     def excess(self, allowed: Counts) -> dict[str, int]:
-        """Return how many findings the file has more than it may have, by rule."""
+        """Return by how many findings the file exceeds its limits, by the rule's name.
+
+        Rules that are kept are left out. ``allowed``: the limits by rule. The rule on words for people also allows one
+        in ``WORDS_PER_PERSON`` words.
+        """
         counts, limits = self.counts, dict(allowed)
         limits[WHO.name] = max(limits.get(WHO.name, 0), self.words // WORDS_PER_PERSON)
         over = {rule.name: counts[rule.name] - limits.get(rule.name, 0) for rule in RULES}
@@ -52,7 +56,7 @@ def read_repository(root: Path) -> list[Report]:
 
 
 def check_file(root: Path, path: str, glossary: Glossary) -> Report:
-    """Check the file ``path`` (relative to ``root``)."""
+    """Check the prose of the file ``path`` (relative to ``root``), and return its findings in the order of lines."""
     texts = READERS[Path(path).suffix]((root / path).read_text(encoding="utf-8"))
     divided = [(text.kind, blocks(text)) for text in texts]
     findings = [finding for kind, pieces in divided for finding in check_text(kind, pieces, glossary)]
@@ -61,7 +65,10 @@ def check_file(root: Path, path: str, glossary: Glossary) -> Report:
 
 
 def prose_files(root: Path) -> Iterator[str]:
-    """Yield the paths of the files below ``root`` that have prose, relative to it."""
+    """Yield the paths, relative to ``root``, of all files with prose of ours that the check can read.
+
+    Generated pages and hidden folders are left out.
+    """
     for folder, folders, names in os.walk(root):
         # Hidden folders are environments and caches.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_OURS]

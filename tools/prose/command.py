@@ -19,7 +19,10 @@ MAX_SHOWN = 12
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the check; return 1 where a file has more findings than it may have."""
+    """Check the prose of the repository, or do what the options ask for. Return the exit code.
+
+    It is 1 if a file has more findings than it may have.
+    """
     parser = argparse.ArgumentParser(prog="python -m tools.prose", description=__doc__)
     parser.add_argument("paths", nargs="*", help="list every finding in these files and folders, and change nothing")
     parser.add_argument(

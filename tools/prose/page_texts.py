@@ -13,7 +13,10 @@ HEADING = re.compile(r"^#+ ")
 
 
 def page_texts(source: str) -> list[Text]:
-    """Return every piece of prose on a page."""
+    """Return every paragraph, list, heading and table cell of a Markdown page, with its line.
+
+    Code blocks are left out.
+    """
     for pattern in (FENCE, HTML_COMMENT):
         # Lines keep their numbers.
         source = pattern.sub(lambda match: "\n" * match[0].count("\n"), source)

@@ -22,7 +22,10 @@ PARAMETER = re.compile(r"^(\w+)\n((?: +\S.*\n?)+)", re.MULTILINE)
 
 
 def python_texts(source: str, tree: ast.Module | None = None) -> list[Text]:
-    """Return every piece of prose in ``source``, which is parsed unless its ``tree`` is given."""
+    """Return the docstrings, comments and help texts in a Python file's ``source``.
+
+    ``tree``: its syntax tree; None parses ``source``.
+    """
     tree = tree or ast.parse(source)
     texts = [*_docstrings(tree), *_comments(source)]
     if HAS_HELP.search(source):
@@ -69,7 +72,7 @@ def _last_name(decorator: ast.expr) -> str:
 
 
 def _comments(source: str) -> Iterator[Text]:
-    """Yield comments; those on lines below one another are one text."""
+    """Yield the comments of a Python file. Comments on consecutive lines are yielded as one text."""
     held: list[str] = []
     first = column = at = 0
     line = 1

@@ -72,7 +72,7 @@ class Glossary:
 
 
 def check_text(kind: Kind, blocks: Sequence[Block], glossary: Glossary) -> Iterator[Finding]:
-    """Yield what is wrong with one text."""
+    """Yield each place where a text breaks a rule. ``blocks``: the text's paragraphs and list items."""
     if kind not in (Kind.COMMENT, Kind.PAGE):
         yield from _check_opening(kind, blocks)
     for block in blocks:

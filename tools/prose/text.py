@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Number of words."""
+        """Number of words in the block."""
         return len(WORD.findall(self.mask))
 
     def line_of(self, position: int) -> int:

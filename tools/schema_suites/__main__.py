@@ -55,7 +55,7 @@ class Report:
 
 
 def cases(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas of a folder with their tests, each with a name."""
+    """Yield each JSON schema with tests that a JSON file below ``folder`` has, with a name for reports."""
     for file in sorted(folder.rglob("*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
         for case in content if isinstance(content, list) else [content]:
@@ -64,7 +64,7 @@ def cases(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def spellings(value: Any) -> Iterator[str]:
-    """Yield JSON texts of an instance."""
+    """Yield ``value`` as JSON text: with a space after commas and colons, then without."""
     yield json.dumps(value, ensure_ascii=False)
     yield json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
@@ -81,7 +81,10 @@ class Suite:
         self.report = Report()
 
     def run(self, name: str, case: dict[str, Any]) -> None:
-        """Run one schema with its tests."""
+        """Check one schema, then match each of its test instances, and add the outcome to ``report``.
+
+        ``name``: of the schema, for the report. A refused schema's tests are not run.
+        """
         report = self.report
         report.schemas += 1
         source = json.dumps(case["schema"])
@@ -106,7 +109,7 @@ class Suite:
         self._matchers.forget(grammar)
 
     def _accepts(self, grammar: Grammar, text: str) -> bool:
-        """Return whether the whole ``text`` matches; take the time of the first masks."""
+        """Return whether the grammar accepts the whole ``text``. Also time masks, until enough are timed."""
         tokens = np.array(self._tokenizer.encode_batch([text], add_special_tokens=False)[0], np.int32)
         compiled = self._matchers.compile(grammar)
         assert compiled is not None, "its check passed"
@@ -125,7 +128,7 @@ class Suite:
 
 
 def main() -> int:
-    """Run the suites. Return 1 if an invalid instance was accepted."""
+    """Check the schemas of the folders and print a report. Return 1 if an invalid instance was accepted."""
     parser = argparse.ArgumentParser(prog="python -P -m tools.schema_suites", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="folders of schemas with tests")
     parser.add_argument("--model-path", default="smollm2", help="model with the tokenizer")

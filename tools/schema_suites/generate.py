@@ -27,7 +27,7 @@ SECONDS = 600.0
 
 
 def schemas(folders: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas of all files, each with the file's name."""
+    """Yield each JSON schema in the JSON files below ``folders``, with its file's name."""
     for folder in folders:
         for file in sorted(folder.rglob("*.json")):
             content = json.loads(file.read_text(encoding="utf-8"))
@@ -37,7 +37,10 @@ def schemas(folders: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def ask(client: httpx.Client, url: str, schema: dict[str, Any], seed: int, most: int) -> tuple[str, str]:
-    """Return what became of one request, and details of a failure."""
+    """Ask the server at ``url`` for JSON that matches ``schema``; return the outcome in words and a failure's details.
+
+    ``most``: limit of the answer in tokens. A complete answer is validated with jsonschema.
+    """
     prompt = f"Write a JSON document that matches this schema: {json.dumps(schema)[:1500]}"
     body = {
         "messages": [{"role": "user", "content": prompt}],
@@ -70,7 +73,7 @@ def ask(client: httpx.Client, url: str, schema: dict[str, Any], seed: int, most:
 
 
 def main() -> int:
-    """Run the requests. Return 1 if a complete answer is not valid."""
+    """Send the requests and print how many had each outcome. Return 1 if a complete answer is not valid."""
     parser = argparse.ArgumentParser(prog="python -P -m tools.schema_suites.generate", description=__doc__)
     parser.add_argument("url", help="server or router")
     parser.add_argument("folders", nargs="+", type=Path, help="folders of schemas")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def admin_key(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Write a new key into ``folder``. Returns the headers that show it, and the flags of a server that takes it.
+    """Write a new admin key to a file in ``folder``. Return a client's headers with it, and the flags of a server.
 
-    Such a server does everything else as one without keys.
+    A server with these flags does everything else as one without keys.
     """
     key = secrets.token_urlsafe(32)
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix="admin-key-", delete=False) as file:  # its mode is 0600

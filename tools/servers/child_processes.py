@@ -9,7 +9,7 @@ import httpx
 
 
 def says_ok(client: httpx.Client, url: str) -> bool:
-    """Return whether a server listens there and answers 200."""
+    """Return whether ``GET url`` has status 200; False if no server can be reached."""
     try:
         return client.get(url).status_code == httpx.codes.OK
     except httpx.TransportError:
@@ -17,7 +17,10 @@ def says_ok(client: httpx.Client, url: str) -> bool:
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float, kill: Callable[[], None] | None = None) -> None:
-    """End a process, by force after ``seconds``: by ``kill``, or else by SIGKILL. Do nothing if it has ended."""
+    """Send SIGTERM to a process and wait for its end; after ``seconds`` end it by force. Do nothing if it has ended.
+
+    ``kill``: the force, instead of SIGKILL to the process.
+    """
     if process.poll() is not None:
         return
     process.terminate()

@@ -11,15 +11,18 @@ TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time since the process's start, in ticks of 10 ms."""
+    """Return the user and system time of a process since its start, in seconds, in steps of the kernel's tick (10 ms).
+
+    Threads that have ended count; child processes do not.
+    """
     fields = _stat(Path("/proc", str(pid)))
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
 
 def cpu_seconds_now(pid: int) -> float:
-    """Return the CPU time of the live threads of a process and of its children, to the nanosecond.
+    """Return the CPU seconds of the live threads of a process and of its descendants, to the nanosecond.
 
-    The difference of two calls is the time in between, if none has ended.
+    The difference of two calls is the time in between, if no thread has ended.
     """
     total = 0
     for thread in Path("/proc", str(pid), "task").iterdir():
@@ -29,7 +32,7 @@ def cpu_seconds_now(pid: int) -> float:
 
 
 def find_children(pid: int) -> dict[str, int]:
-    """Return the live children of a process: command line → pid."""
+    """Return the pids of a process's live children, by their command lines."""
     children = {}
     for path in Path("/proc").iterdir():
         if not path.name.isdecimal():
@@ -44,5 +47,8 @@ def find_children(pid: int) -> dict[str, int]:
 
 
 def _stat(path: Path) -> list[str]:
-    """Return the fields after the command's name, which may itself contain spaces and brackets."""
+    """Return the fields of a process's ``stat`` file after the command's name.
+
+    The name is left out because it may contain spaces and brackets.
+    """
     return path.joinpath("stat").read_text().rpartition(")")[2].split()

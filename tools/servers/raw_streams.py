@@ -32,7 +32,7 @@ class StreamCost(NamedTuple):
 
 
 def request_bytes(path: str, body: dict[str, object]) -> bytes:
-    """Make a POST of ``body`` that asks the server to close the connection."""
+    """Return the bytes of an HTTP POST of ``body`` as JSON, which asks the server to close the connection."""
     content = orjson.dumps(body)
     headers = (
         f"host: localhost\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(content)}"
@@ -54,9 +54,9 @@ class RawStreams:
         self._tails: dict[int, bytes] = {}
 
     def run(self, seconds: float) -> StreamCost:
-        """Ask anew whenever an answer has ended, for ``seconds``; returns when the last one has.
+        """Keep requests running for ``seconds``: send a new one when one has ended. Return when the last has ended.
 
-        Raises ``ServerError`` when an answer is not a whole stream.
+        Raises ``ServerError`` if an answer is not a whole stream.
         """
         begin, cpu = time.perf_counter(), time.process_time()
         try:
@@ -68,7 +68,10 @@ class RawStreams:
         return StreamCost(time.perf_counter() - begin, time.process_time() - cpu, reads, received)
 
     def _read_all(self, until: float) -> tuple[int, int]:
-        """Read all streams; return the number of reads and of bytes."""
+        """Read all streams, and open new ones until the time ``until``. Return the number of reads and of bytes.
+
+        Raises ``ServerError`` if all streams are silent for ``SILENCE_SECONDS``.
+        """
         reads = received = 0
         for _ in range(self._at_once):
             self._open()
@@ -93,7 +96,10 @@ class RawStreams:
         self._epoll.register(stream.fileno(), select.EPOLLIN)
 
     def _read(self, number: int) -> int:
-        """Read what is there; returns its size, 0 at the end of the answer."""
+        """Read once from the stream of the socket ``number``; return the number of bytes, 0 at the answer's end.
+
+        Raises ``ServerError`` if the answer is an error or broke off.
+        """
         size = self._streams[number].recv_into(self._buffer)
         if size:
             if number in self._unanswered:

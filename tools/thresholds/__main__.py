@@ -26,7 +26,10 @@ DEFAULTS = ThresholdOptions()
 
 
 def show(outcomes: list[Outcome], options: ThresholdOptions, console: Console) -> None:
-    """Print medians over the rounds: output tokens per second, P99 of the first token in seconds, and goodput."""
+    """Print two tables by load and contestant: throughput with the first token's P99 in seconds, and goodput.
+
+    The figures are medians over the rounds.
+    """
     for title, form in (
         ("output tokens a second / P99 of the first token, s", figures),
         ("goodput (first token within 3 s, 40 ms a token), requests a second", goodput),
@@ -39,17 +42,17 @@ def show(outcomes: list[Outcome], options: ThresholdOptions, console: Console) -
 
 
 def figures(outcome: Outcome) -> str:
-    """Format throughput and wait."""
+    """Format an outcome's output tokens per second and the P99 of its times to the first token, in seconds."""
     return f"{outcome.tokens:,.0f} / {outcome.ttft_p99:.2f}"
 
 
 def goodput(outcome: Outcome) -> str:
-    """Format the goodput by both limits."""
+    """Format an outcome's goodput: requests per second that keep both time limits."""
     return f"{outcome.goodput:.2f}"
 
 
 def middle(load: str, cluster: str, outcomes: list[Outcome]) -> Outcome:
-    """Return the median of each figure over all rounds."""
+    """Return the median over all rounds of each figure of ``cluster`` under ``load``. Failed requests are added up."""
     of = [o for o in outcomes if (o.load, o.cluster) == (load, cluster)]
     return Outcome(
         load=load,
@@ -64,7 +67,7 @@ def middle(load: str, cluster: str, outcomes: list[Outcome]) -> Outcome:
 
 @app.default
 def main(*, options: Annotated[ThresholdOptions, Parameter(name="*")] = DEFAULTS) -> int:
-    """Measure, and print tables."""
+    """Measure each contestant under each load, and print tables of the medians. Return the exit code."""
     exit_on_signals()
     console, notes = wide_console(), Console(stderr=True)
 

@@ -42,7 +42,7 @@ class Cluster(Engine):
     backend: ClassVar[BackendName] = "pdserve"
 
     def launches(self, setup: PeerSetup, ports: Sequence[int]) -> list[Launch]:
-        """Return the launch of ``pdserve up``, which starts the rest."""
+        """Return one launch: ``pdserve up`` on the first of ``ports``, which starts the rest of the cluster."""
         threshold = (*PAIR, "--disaggregation-threshold", self.contestant)
         shape = CLUSTERS.get("auto" if self.contestant == OTHER else self.contestant, threshold)
         where = ("--port", str(ports[0]), "--cpus", ",".join(map(str, setup.cores)))
@@ -52,6 +52,9 @@ class Cluster(Engine):
 
 
 def make_cluster(contestant: str, other_python: Path | None, model_path: str, dtype: str) -> Cluster:
-    """Make the cluster of ``contestant``: a name of ``CLUSTERS``, a threshold, or ``OTHER``."""
+    """Return the cluster to start for ``contestant``: a name of ``CLUSTERS``, a threshold in tokens, or ``OTHER``.
+
+    Only ``OTHER`` is started by ``other_python``, which must be given then.
+    """
     python = str(other_python) if contestant == OTHER else sys.executable
     return Cluster(contestant, python, model_path, dtype)

@@ -33,7 +33,10 @@ LOADS: Final[dict[str, dict[str, Any]]] = {
 
 
 def bench_options(name: str, seed: int, base_url: str, pace: float, trace: Path | None, folder: Path) -> BenchOptions:
-    """Make the options of ``pdserve bench serve`` for the load ``name``; a scenario's file goes into ``folder``."""
+    """Return the options of ``pdserve bench serve`` for the load ``name``. A scenario's file is written to ``folder``.
+
+    ``pace``: factor for arrival rates. ``trace``: file for the load "trace".
+    """
     fields = dict(LOADS[name])
     if "groups" in fields:
         path = folder / f"{name}.yaml"

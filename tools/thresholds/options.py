@@ -55,7 +55,7 @@ class ThresholdOptions:
     output_json: Path | None = None
 
     def check(self) -> None:
-        """Raise ``BenchOptionsError`` when these options can't work."""
+        """Raise ``BenchOptionsError`` if an option has a value that can't work."""
         known = set(CLUSTERS)
         for name in self.clusters:
             if name not in known and not FREE_THRESHOLD.fullmatch(name):
@@ -72,5 +72,5 @@ class ThresholdOptions:
 
     @property
     def contestants(self) -> list[str]:
-        """In the order in which a round measures them."""
+        """The contestants, in the order in which each round measures them."""
         return [*self.clusters, *(["other"] if self.other_python is not None else [])]

@@ -39,7 +39,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_thresholds(options: ThresholdOptions, notes: Console) -> Iterator[Outcome]:
-    """Raises ``BenchError`` when a contestant can't be started or measured."""
+    """Measure each contestant under each load, once for each seed. Yield each outcome when it is known.
+
+    Outcomes are also appended to ``output_json``. Raises ``BenchError`` if a contestant can't be started or measured.
+    """
     for seed in options.seeds:
         for load in options.loads:
             for contestant in options.contestants:
