@@ -35,7 +35,10 @@ app = App(
 
 @app.default
 def peers(*, options: Annotated[PeerOptions, Parameter(name="*")] = DEFAULTS) -> int:
-    """Install, run and write the page, or only what --steps names."""
+    """Install the engines, measure them and write the page of results, or only what --steps names.
+
+    Return the exit code.
+    """
     exit_on_signals()
     try:
         options.check()

@@ -16,10 +16,7 @@ class Metric:
     is_rate: bool = False
 
     def read(self, report: Mapping[str, Any]) -> float | None:
-        """Return the metric's value in ``report``, or None if the run lacks it.
-
-        Rates are per second, other values milliseconds.
-        """
+        """Return the metric's value in ``report``, or None if the run lacks it. Rates are per second, others in ms."""
         value: Any = report
         for key in self.path:
             if isinstance(value, list):

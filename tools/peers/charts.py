@@ -19,14 +19,17 @@ SHOWN_SECONDS = 60
 
 
 def draw_charts(folder: Path, results: Results) -> list[Path]:
-    """Write the plots that there are results for; returns their paths."""
+    """Draw the plots that there are results for into PNG files in ``folder``. Return the files' paths."""
     with chart.style():
         drawn = [_draw_ratios(folder / "ratios.png", results), _draw_mixed(folder, results)]
     return [path for paths in drawn for path in paths]
 
 
 def _draw_ratios(path: Path, results: Results) -> list[Path]:
-    """Draw a bar for the two most important figures of each case, for each pair of engines."""
+    """Draw how many times better pdserve is, as bars for each case's two main figures and each pair of engines.
+
+    Return the file's path in a list, which is empty without results.
+    """
     figures = [(case, metric) for case in CASES.values() if case is not MIXED for metric in case.metrics[:2]]
     figures = [f for f in figures if any(results.ratio(f[0], *pair, f[1]) for pair in PAIRS)]
     if not figures:
@@ -55,7 +58,10 @@ def _draw_ratios(path: Path, results: Results) -> list[Path]:
 
 
 def _draw_mixed(folder: Path, results: Results) -> list[Path]:
-    """Draw latencies and throughput of the engines under the mixed load, from the round nearest to the median."""
+    """Draw latencies and throughput of the engines under the mixed load, of the round nearest to the median.
+
+    Return the files' paths; none without results.
+    """
     runs = {name: run for name in SPLIT_ENGINES if (run := results.typical_round(MIXED, name)) is not None}
     if not runs:
         return []

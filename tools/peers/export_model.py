@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 def export_model(gguf: Path, folder: Path) -> None:
-    """Write weights (safetensors), config and tokenizer."""
+    """Write the model of a GGUF file to ``folder`` as Hugging Face files: bf16 safetensors, config and tokenizer."""
     dequantised = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, trust_remote_code=False, dtype=torch.bfloat16
     )

@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 
 def install_all(setup: PeerSetup, say: Say) -> None:
-    """Install whatever is missing; raises ``InstallFailed``."""
+    """Install or build all engines and models that are missing. Raises ``InstallFailed``. ``say``: reports progress."""
     setup.build_dir.mkdir(parents=True, exist_ok=True)
     # So that the folder, wherever it is, can't get into a commit.
     (setup.build_dir / ".gitignore").write_text("*\n", encoding="utf-8")
@@ -46,7 +46,10 @@ def install_all(setup: PeerSetup, say: Say) -> None:
 
 
 def install_vllm(setup: PeerSetup, say: Say) -> None:
-    """vLLM for CPUs, and NIXL for its hand-over between instances."""
+    """Install vLLM for CPUs, and NIXL for its KV transfer, into an environment of their own.
+
+    Do nothing if these versions are installed.
+    """
     done = setup.vllm_env / ".done"
     versions = f"{TORCH} {VLLM} {NIXL} {NIXL_NAME}"
     if done.exists() and done.read_text(encoding="utf-8") == versions:
@@ -62,7 +65,10 @@ def install_vllm(setup: PeerSetup, say: Say) -> None:
 
 
 def build_llama_server(setup: PeerSetup, say: Say) -> None:
-    """llama-server, from the llama.cpp sources that llama-cpp-python's source package carries."""
+    """Build llama-server, unless it is built already.
+
+    The llama.cpp sources are those in llama-cpp-python's source package.
+    """
     if setup.llama_server.exists():
         return
     log = setup.build_dir / "llama-build.log"
@@ -82,7 +88,7 @@ def build_llama_server(setup: PeerSetup, say: Say) -> None:
 
 
 def export_model(setup: PeerSetup, say: Say) -> None:
-    """Dequantise the GGUF into a Hugging Face folder in bf16, with config and tokenizer."""
+    """Dequantise the GGUF model into a Hugging Face folder in bf16, in a process of its own, unless that is done."""
     done = setup.hf_folder / ".done"
     if done.exists():
         return
@@ -95,7 +101,7 @@ def export_model(setup: PeerSetup, say: Say) -> None:
 
 
 def write_random_model(setup: PeerSetup, say: Say) -> None:
-    """Write a random model with sizes that K-quants can have."""
+    """Write a random model in Q4_K_M, with sizes that K-quants can have, unless it exists."""
     if setup.q4km.exists():
         return
     say(f"writing {setup.q4km}")

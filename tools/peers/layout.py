@@ -25,12 +25,12 @@ class PeerSetup:
 
     @property
     def gguf(self) -> Path:
-        """The model as llama.cpp reads it."""
+        """Path of the embedded model's GGUF file, which llama.cpp reads."""
         return resolve_model(EMBEDDED_MODEL).path
 
     @property
     def q4km(self) -> Path:
-        """A random model in Q4_K_M: K-quants need sizes that the real one hasn't."""
+        """Path of a random model in Q4_K_M. K-quants need sizes that the real model does not have."""
         return self.build_dir / "random-q4_k_m.gguf"
 
     @property
@@ -40,15 +40,15 @@ class PeerSetup:
 
     @property
     def vllm_env(self) -> Path:
-        """vLLM's virtual environment."""
+        """Folder of vLLM's virtual environment."""
         return self.build_dir / "vllm"
 
     @property
     def llama_env(self) -> Path:
-        """Sources and build of llama.cpp."""
+        """Folder with the sources and the build of llama.cpp."""
         return self.build_dir / "llama.cpp"
 
     @property
     def llama_server(self) -> Path:
-        """The built server."""
+        """Path of the built llama-server."""
         return self.llama_env / "build" / "bin" / "llama-server"

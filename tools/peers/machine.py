@@ -29,13 +29,13 @@ class Machine:
 
     @property
     def line(self) -> str:
-        """All of it in words."""
+        """Processor, number of cores, CPU features and kernel level, in words."""
         features = f" ({self.features})" if self.features else ""
         return f"{self.processor}, {self.cores} cores{features}, kernels of level {self.level}"
 
     @property
     def slug(self) -> str:
-        """A file name of its own for each kind of machine."""
+        """Part of a file name that differs for each processor, number of cores and kernel level."""
         return re.sub(r"[^a-z0-9]+", "-", f"{self.processor} {self.cores} cores {self.level}".lower()).strip("-")
 
 
@@ -73,6 +73,6 @@ def wait_idle(limit: float) -> bool:
 
 
 def _cpu_ticks() -> tuple[int, int]:
-    """Ticks of all processors since boot: idle (waiting for a disk included), and all."""
+    """Return the ticks that all processors were idle since boot, waits for a disk included, and all ticks."""
     fields = [int(word) for word in Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]]
     return fields[3] + fields[4], sum(fields)

@@ -46,7 +46,10 @@ class PeerOptions:
     cases: list[str] = field(default_factory=lambda: list(CASES))
 
     def results_dir(self) -> Path:
-        """Return the folder that results are in, or will be written to."""
+        """Return the folder of results: the given one, or one below ``build_dir``.
+
+        To measure, that is a new one, named after the time. Otherwise it is the newest one, if there is any.
+        """
         if self.results is not None:
             return self.results
         folder = self.build_dir / "results"
@@ -54,7 +57,7 @@ class PeerOptions:
         return there[-1] if there and "run" not in self.steps else folder / time.strftime("%Y%m%d-%H%M%S")
 
     def check(self) -> None:
-        """Raise ``ValueError`` when these options can't work."""
+        """Raise ``ValueError`` for an unknown engine or case, or for fewer rounds than one."""
         for flag, given, known in (("engines", self.engines, ENGINES), ("cases", self.cases, CASES)):
             if unknown := sorted(set(given) - set(known)):
                 raise ValueError(f"--{flag}: there is no {unknown[0]!r}, only {', '.join(known)}")

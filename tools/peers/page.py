@@ -25,7 +25,10 @@ MACHINE_TEMPLATE = Path(__file__).with_name("machine-template.md")
 
 
 def write_machine_page(folder: Path, results: Results, images: Sequence[Path], threads: int) -> Path:
-    """Write the page of the results' machine into ``folder``, beside those of other machines; ``images`` lie below."""
+    """Write the page of the results' machine into ``folder``, and return its path. Other machines' pages stay.
+
+    ``images``: plots, which lie in a folder beside the page. ``threads``: compute threads of each deployment.
+    """
     counts = [len(results.rounds(case, engine)) for case, engine in {(c, e) for c, e, _ in results.runs}]
     page = folder / f"{results.machine.slug}.md"
     _write(
@@ -73,7 +76,7 @@ def _rounds(counts: Sequence[int]) -> str:
 
 
 def pairs_table(results: Results) -> str:
-    """Engine against engine, for every case but the mixed load."""
+    """Return a Markdown table that compares pairs of engines in every case but the mixed load."""
     header = ["input/output tokens", "figure"]
     for ours, theirs in PAIRS:
         header += [ENGINES[ours].title, ENGINES[theirs].title, "ratio"]
@@ -96,7 +99,10 @@ def _pair_cells(results: Results, case: Case, metric: Metric) -> list[str]:
 
 
 def split_section(results: Results) -> str:
-    """Prefill and decode apart: each case that the split engines run, and how pdserve's compares with the others."""
+    """Return a Markdown section on engines with separate prefill and decode instances; "" without results.
+
+    It has a table for each case, with pdserve's ratios to the other engines.
+    """
     ours, *others = SPLIT_ENGINES
     sections = []
     for case in map(CASES.__getitem__, ENGINES[ours].cases):

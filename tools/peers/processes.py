@@ -26,7 +26,10 @@ POLL_SECONDS = 0.25
 
 @contextmanager
 def running(engine: Engine, setup: PeerSetup, logs: Path) -> Iterator[str]:
-    """Start an engine and yield its base URL. Raises ``PeerDied`` if it doesn't become ready."""
+    """Run an engine's processes within the ``with`` block, each started when the one before is ready.
+
+    Yield the base URL. ``logs``: folder for their logs. Raises ``PeerDied`` if one does not become ready.
+    """
     ports = free_ports(engine.num_ports)
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

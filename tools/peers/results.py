@@ -51,23 +51,26 @@ class Results:
         return {number: run for (c, e, number), run in self.runs.items() if (c, e) == (case, engine)}
 
     def values(self, case: Case, engine: str, metric: Metric) -> dict[int, float]:
-        """Return the values of a metric, by round."""
+        """Return the values of a metric of ``case`` on ``engine`` by round; rounds without it are left out."""
         read = {number: metric.read(run["report"]) for number, run in self.rounds(case.name, engine).items()}
         return {number: value for number, value in read.items() if value is not None}
 
     def median(self, case: Case, engine: str, metric: Metric) -> float | None:
-        """Return a metric's median over the rounds, or None if there is none."""
+        """Return a metric's median over the rounds; None if no round has the metric."""
         values = self.values(case, engine, metric)
         return statistics.median(values.values()) if values else None
 
     def ratio(self, case: Case, ours: str, theirs: str, metric: Metric) -> float | None:
-        """Return the median, over the rounds that have both, of how many times better ``ours`` was in that round."""
+        """Return how many times better ``ours`` is than ``theirs``: the median of the ratios within each round.
+
+        Only rounds that have both count. None if there are none.
+        """
         a, b = self.values(case, ours, metric), self.values(case, theirs, metric)
         ratios = [metric.ratio(a[number], b[number]) for number in a.keys() & b.keys() if a[number] and b[number]]
         return statistics.median(ratios) if ratios else None
 
     def typical_round(self, case: Case, engine: str) -> Mapping[str, Any] | None:
-        """Return the run with the most important figure nearest to the median: the one to plot."""
+        """Return the run to plot: the one with the case's first metric nearest to its median. None without any run."""
         values = self.values(case, engine, case.metrics[0])
         if not values:
             return None
@@ -77,7 +80,10 @@ class Results:
 
 
 def claim(folder: Path, machine: Machine) -> None:
-    """Make ``folder`` one of results of ``machine``; raises ``ResultsError`` where it is of another."""
+    """Create ``folder`` for results if it is missing, and record ``machine`` in it.
+
+    Raises ``ResultsError`` if it records another machine.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / MACHINE
     if not path.exists():

@@ -30,14 +30,20 @@ KEEP_KV: Mapping[str, Any] = {
 
 
 def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request for the prefill server: not streamed, one token, KV kept."""
+    """Return the request to send to the prefill server: not streamed, for one token.
+
+    It asks the server to keep the KV for the decode server.
+    """
     changed = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": dict(KEEP_KV)}
     changed.pop("stream_options", None)
     return changed
 
 
 def make_proxy(prefill: str, decode: str, transport: httpx.AsyncBaseTransport | None = None) -> Starlette:
-    """Make the proxy's application. ``transport``: how it reaches the servers; default: over TCP."""
+    """Return the web application of a proxy to a pair of vLLM servers. ``prefill``, ``decode``: their base URLs.
+
+    ``transport``: how it reaches the servers. None: over TCP.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -80,7 +86,7 @@ def make_proxy(prefill: str, decode: str, transport: httpx.AsyncBaseTransport | 
 
 
 def main() -> None:
-    """Serve on loopback."""
+    """Serve the proxy on the loopback address, with port and servers from the command line."""
     port, prefill, decode = sys.argv[1:]
     uvicorn.run(make_proxy(prefill, decode), host="127.0.0.1", port=int(port), log_level="warning")
 

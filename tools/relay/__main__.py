@@ -61,7 +61,7 @@ class RelayOptions:
     ladder_seconds: float = 2.0
 
     def check(self) -> None:
-        """Raise ``BenchOptionsError`` when these options can't work."""
+        """Raise ``BenchOptionsError`` if an option has a value that can't work."""
         if not self.streams or min(self.streams) < 1 or min(self.interval_ms, self.seconds) <= 0:
             raise BenchOptionsError("--streams must be 1 or more, --interval-ms and --seconds above 0")
         for command in self.command:
@@ -70,7 +70,10 @@ class RelayOptions:
                 raise BenchOptionsError(f"--command {command}: write it like NAME=PROGRAM --port {{port}} {{worker}}")
 
     def routers(self) -> dict[str, list[str]]:
-        """Return the command of each router by its name; ours is started differently."""
+        """Return the words of each router's command, by the router's name.
+
+        pdserve's own router has no words: it is started differently.
+        """
         return {OURS: [], **{name: shlex.split(words) for name, _, words in (c.partition("=") for c in self.command)}}
 
 
@@ -115,13 +118,16 @@ class Bench:
         return time.process_time() + cpu_seconds_now(self._source.pid)
 
     def idle(self, seconds: float) -> float:
-        """Return the CPU seconds per second without any request."""
+        """Return the CPU seconds per second that the router takes without any request, measured over ``seconds``."""
         begin, start = self._cpu(), time.perf_counter()
         time.sleep(seconds)
         return (self._cpu() - begin) / (time.perf_counter() - start)
 
     def relay(self, streams: int, seconds: float, idle: float) -> Relayed:
-        """Stream, first alone for the CPU time, then with probes for the time to first token."""
+        """Stream ``streams`` answers for ``seconds`` to measure CPU time per event and delays, then as long for TTFT.
+
+        ``idle``: CPU seconds per second to subtract, as ``idle()`` returns. Raises ``ServerError``.
+        """
         with contextlib.closing(RelayClient(self._port)) as client, client.streaming(streams):
             client.watch(SETTLE_SECONDS)
             begin = self._cpu()
@@ -133,14 +139,20 @@ class Bench:
         return Relayed(self._name, streams, cpu, seen, probes[self._port], probes[self._source.port])
 
     def request(self, seconds: float, idle: float) -> float:
-        """Return the CPU seconds for a request with one token, over a connection of its own."""
+        """Return the router's CPU seconds for a request of one token on a new connection, measured over ``seconds``.
+
+        ``idle``: CPU seconds per second to subtract.
+        """
         with contextlib.closing(RelayClient(self._port)) as client:
             begin = self._cpu()
             seen = client.watch(seconds, [self._port])
             return (self._cpu() - begin - idle * seen.seconds) / len(seen.probes[self._port])
 
     def climb(self, streams: int, seconds: float, request_cpu: float) -> Most:
-        """Ask for more and more events a second, until one is no longer out when its stream's next one comes."""
+        """Raise the rate of events step by step, and return the highest one that the router keeps up with.
+
+        Each step takes ``seconds``, with up to ``TRIES`` tries. ``request_cpu`` is only passed on in the result.
+        """
         best = Most(self._name, 0.0, 0.0, True, request_cpu)
         with contextlib.closing(RelayClient(self._port)) as client, client.streaming(streams):
             for step in range(LADDER):
@@ -161,13 +173,19 @@ class Bench:
 
 
 def keeps_up(seen: Seen, streams: int, interval: float) -> bool:
-    """Return whether nearly all events came, and nearly each before the next one of its stream was sent."""
+    """Return whether nearly all expected events came, with a P99 delay of at most ``interval``, in seconds.
+
+    ``interval``: time between two events of a stream.
+    """
     came = len(seen.delays) / seen.seconds
     return came * interval >= BUSY * streams and bool(np.percentile(seen.delays, 99) <= interval)
 
 
 def run(options: RelayOptions, console: Console) -> None:
-    """Measure every router in front of one source; raises ``BenchError``."""
+    """Measure every router between one token source and a client, and print the tables.
+
+    Raises ``BenchError``, for a router that failed only after all others are measured.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise BenchError("the router needs a core of its own: two are needed")
@@ -200,7 +218,7 @@ def run(options: RelayOptions, console: Console) -> None:
 
 
 def relay_table(measured: list[Relayed], interval_ms: float) -> Table:
-    """Cost and delay."""
+    """Return a table of CPU time per event, delays and TTFT for each router and number of streams."""
     table = Table(title=f"one token an event, every {interval_ms:g} ms of a stream", title_justify="left")
     columns = (
         "streams",
@@ -227,7 +245,7 @@ def relay_table(measured: list[Relayed], interval_ms: float) -> Table:
 
 
 def most_table(most: list[Most], streams: int) -> Table:
-    """Make the table of maximum rates, with the cost of a request."""
+    """Return a table of each router's maximum rate of events, and its CPU time per request."""
     table = Table(title=f"one core, {streams} streams: most events a second", title_justify="left")
     table.add_column("router")
     for name in ("events/s", "of the core", "events a CPU second", "CPU µs a request"):
@@ -259,7 +277,7 @@ DEFAULTS = RelayOptions()
 
 @app.default
 def relay(*, options: Annotated[RelayOptions, Parameter(name="*")] = DEFAULTS) -> int:
-    """Measure and print."""
+    """Measure the routers' cost and delay per token, and print tables. Return the exit code."""
 
     def measure() -> None:
         options.check()

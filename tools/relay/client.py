@@ -26,7 +26,7 @@ EVENT_END = b"\n\n"
 
 
 def ask(tokens: int) -> bytes:
-    """Make a request for a stream of ``tokens`` tokens."""
+    """Return the bytes of an HTTP request for a stream of ``tokens`` tokens."""
     return request_bytes(PATH, {"model": MODEL, "prompt": "x", "max_tokens": tokens, "stream": True})
 
 
@@ -54,7 +54,10 @@ class RelayClient:
 
     @contextmanager
     def streaming(self, count: int) -> Iterator[None]:
-        """Keep ``count`` streams open. Enters when all have had a token; raises ``ServerError`` when they don't."""
+        """Keep ``count`` streams open within the ``with`` block, which begins when each has had a token.
+
+        Raises ``ServerError`` if they do not begin within ``READY_SECONDS``.
+        """
         try:
             for _ in range(count):
                 self._open(self._port, ask(MANY))
@@ -71,7 +74,10 @@ class RelayClient:
             self._end_streams()
 
     def watch(self, seconds: float, probed: Sequence[int] = ()) -> Seen:
-        """Read for so long. Meanwhile ask the ``probed`` ports in turn for one token, over a new connection each."""
+        """Read the open streams for ``seconds``, and return their events' delays.
+
+        Meanwhile ask the ``probed`` ports in turn for one token, on a new connection each, to measure TTFT.
+        """
         begin = now = next_probe = time.perf_counter()
         delays, probes = list[float](), {port: list[float]() for port in probed}
         turns = itertools.cycle(probed)
@@ -94,7 +100,7 @@ class RelayClient:
         return Seen(now - begin, delays, probes)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Close all streams and the epoll object."""
         self._end_streams()
         self._epoll.close()
 
@@ -116,7 +122,10 @@ class RelayClient:
         return stream
 
     def _read(self, number: int) -> list[float]:
-        """Read from a stream; return the sending times of its complete events. Raises ``ServerError`` at its end."""
+        """Read from a stream; return when its newly arrived events were sent, in seconds of the source's clock.
+
+        Raises ``ServerError`` if the stream ends or is an error.
+        """
         size = self._sockets[number].recv_into(self._buffer)
         data = self._rests[number] + self._buffer[:size]
         if not size or (data.startswith(b"HTTP/") and not data.startswith(STATUS_OK)):
@@ -130,7 +139,7 @@ class RelayClient:
         self._probe = self._open(port, ask(1))
 
     def _read_probe(self) -> float | None:
-        """Return the seconds to the probe's first token, if it has come."""
+        """Return the seconds from the probe's request to its first token, and close it; None if no token has come."""
         assert self._probe is not None
         if not self._read(self._probe.fileno()):
             return None

@@ -25,7 +25,11 @@ STOP_SECONDS = 10.0
 
 @contextlib.contextmanager
 def running(name: str, command: Sequence[str], worker: str, core: int) -> Iterator[tuple[int, int]]:
-    """Run a router on ``core`` for ``worker``. Yields its port and pid once it serves; raises ``ServerError``."""
+    """Run a router on ``core`` within the ``with`` block. Yield its port and pid once it serves.
+
+    ``command``: its words, with ``{port}`` and ``{worker}`` to replace. ``worker``: URL of the instance. Raises
+    ``ServerError``.
+    """
     [port] = free_ports(1)
     words = [word.replace("{port}", str(port)).replace("{worker}", worker) for word in command]
     options = None
@@ -49,7 +53,10 @@ def running(name: str, command: Sequence[str], worker: str, core: int) -> Iterat
 
 
 def wait_serving(process: subprocess.Popen[bytes], port: int) -> None:
-    """Return when a request through the router is answered; raises ``ServerError``."""
+    """Wait until a request through the router is answered.
+
+    Raises ``ServerError`` after ``READY_SECONDS`` or its end.
+    """
     head, _, body = ask(1).partition(b"\r\n\r\n")
     path = head.split(b" ")[1].decode()
     deadline = time.monotonic() + READY_SECONDS

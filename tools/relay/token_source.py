@@ -55,12 +55,12 @@ class Streams:
         self._loop.call_soon(self._step)
 
     def add(self, connection: Connection, tokens: int) -> None:
-        """Give ``tokens`` to a connection, the first at once."""
+        """Begin an answer of ``tokens`` tokens on a connection, and send the first token at once."""
         self._left[connection] = tokens
         self._give(connection, chunk(EVENT % time.perf_counter()))
 
     def drop(self, connection: Connection) -> None:
-        """Forget a closed connection."""
+        """Stop sending to a connection that is closed."""
         self._left.pop(connection, None)
 
     def _step(self) -> None:
@@ -134,7 +134,7 @@ class TokenSource:
         self.pid = pid
 
     def pace(self, interval: float) -> None:
-        """Set the seconds between two tokens of each stream."""
+        """Set the time between two tokens of each stream to ``interval`` seconds, by a request to the source."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         with contextlib.closing(connection):
             connection.request("GET", f"{PACE}{interval!r}")
@@ -143,7 +143,7 @@ class TokenSource:
 
 @contextlib.contextmanager
 def token_source() -> Iterator[TokenSource]:
-    """Run a source for the duration of the block."""
+    """Run a token source as a process within the ``with`` block, and yield a handle to it."""
     argv = python_command("-m", "tools.relay.token_source", str(os.getpid()))
     with subprocess.Popen(argv, stdout=subprocess.PIPE, env=environment()) as process:
         assert process.stdout is not None
@@ -154,7 +154,7 @@ def token_source() -> Iterator[TokenSource]:
 
 
 async def serve() -> None:
-    """Serve until killed."""
+    """Serve streams of tokens on a free port, which is printed, until the process is killed."""
     streams = Streams()
     server = await asyncio.get_running_loop().create_server(lambda: Connection(streams), "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)

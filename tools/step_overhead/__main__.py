@@ -63,7 +63,7 @@ class OverheadOptions:
     endpoint: Literal["generate", "completions"] = "generate"
 
     def check(self) -> None:
-        """Raise ``BenchOptionsError`` when these options can't work."""
+        """Raise ``BenchOptionsError`` if a number is too small."""
         if not self.batch or min(*self.batch, self.tokens - 1, self.stream_interval) < 1:
             raise BenchOptionsError("--batch and --stream-interval must be 1 or more, --tokens 2 or more")
         if not self.step_ms or min(*self.step_ms, self.seconds) < 0:
@@ -79,7 +79,7 @@ class Spread(NamedTuple):
 
     @staticmethod
     def of(values: Floats) -> Spread:
-        """Compute them of ``values``, at least one."""
+        """Return the mean, the median and the 99th percentile of ``values``, which must not be empty."""
         return Spread(float(values.mean()), *(float(np.percentile(values, q)) for q in (50, 99)))
 
 
@@ -101,14 +101,17 @@ class Overhead(NamedTuple):
 
     @property
     def full_steps(self) -> float:
-        """How many steps of the whole batch would have given the tokens."""
+        """Number of steps of the whole batch that would have given all tokens."""
         return self.sampled / self.batch
 
 
 def summarize(
     record: StepRecord, batch: int, step_ms: float, cpu: dict[str, float], client: StreamCost
 ) -> Overhead | None:
-    """Summarize a record; None if no two consecutive steps decoded the whole batch. ``cpu`` is in seconds in all."""
+    """Return the figures of one measurement; None if no two consecutive steps decoded the whole batch.
+
+    ``cpu``: CPU seconds of each process over the whole measurement. ``client``: what the load generator took.
+    """
     starts, busy = np.frombuffer(record.starts), np.frombuffer(record.busy)
     whole = busy > 0
     counts = np.flatnonzero(whole[:-1] & whole[1:])
@@ -130,7 +133,10 @@ def summarize(
 
 
 def make_requests(options: OverheadOptions, batch: int, tokens: int, seed: int) -> Iterator[bytes]:
-    """Yield endless requests for ``tokens`` tokens, with prompts of random ids, so that none is cached."""
+    """Yield, without end, HTTP requests for ``tokens`` output tokens, with random prompts, so that none is cached.
+
+    A request has one prompt, or ``batch`` prompts if the transport is "batched".
+    """
     rng = np.random.default_rng(seed)
     shape = (batch, PROMPT_TOKENS) if options.transport == "batched" else (PROMPT_TOKENS,)
     path = PATHS[options.endpoint]
@@ -146,7 +152,10 @@ def make_requests(options: OverheadOptions, batch: int, tokens: int, seed: int) 
 
 
 def measure(options: OverheadOptions, instance: FakeInstance, batch: int, step_ms: float) -> Overhead:
-    """Load the instance with ``batch`` requests at a time; raises ``BenchError``."""
+    """Keep ``batch`` requests running on the instance for the options' ``seconds``, and return what a step costs.
+
+    ``step_ms``: CPU time that the fake worker takes for a step. Raises ``BenchError``.
+    """
     at_once = 1 if options.transport == "batched" else batch
     instance.occupy(batch, 0.0)
     RawStreams(instance.port, make_requests(options, batch, WARM_UP_TOKENS, 0), at_once).run(0.0)
@@ -177,7 +186,7 @@ def run(options: OverheadOptions, console: Console) -> None:
 
 
 def time_table(overheads: list[Overhead], how: str) -> Table:
-    """Wall time."""
+    """Return a table of the wall time per step. ``how``: the options, for its title."""
     table = Table(title=f"wall time a step ({how})", title_justify="left")
     for name in ("batch", "step ms", "steps", "period ms", "added ms", "P50", "P99", "reads a step"):
         table.add_column(name, justify="right")
@@ -194,7 +203,7 @@ def time_table(overheads: list[Overhead], how: str) -> Table:
 
 
 def cpu_table(overheads: list[Overhead]) -> Table:
-    """Make the table of CPU times."""
+    """Return a table of each process's CPU time per step, in µs."""
     table = Table(title="CPU time a step of the whole batch, µs (worker: less the step itself)", title_justify="left")
     for name in ("batch", "step ms", *PROCESSES, "client"):
         table.add_column(name, justify="right")
@@ -226,7 +235,7 @@ DEFAULTS = OverheadOptions()
 
 @app.default
 def step_overhead(*, options: Annotated[OverheadOptions, Parameter(name="*")] = DEFAULTS) -> int:
-    """Measure and print."""
+    """Measure what a step costs besides the model, and print tables. Return the exit code."""
 
     def measure() -> None:
         options.check()

@@ -58,11 +58,14 @@ class FakeInstance:
         self._questions.connect(ipc_address(run_dir, QUESTIONS))
 
     def occupy(self, batch: int, step_seconds: float) -> None:
-        """Let a step of ``batch`` requests take so much CPU time, and record anew."""
+        """Have each step that decodes ``batch`` requests take ``step_seconds`` of CPU time.
+
+        Start a new record of steps.
+        """
         self._ask(Occupy(batch, step_seconds))
 
     def record(self) -> StepRecord:
-        """Return the steps since ``occupy``; call it when nothing runs."""
+        """Return the record of all steps since ``occupy``. Call it when no request is running."""
         return msgspec.msgpack.decode(self._ask(Report()), type=StepRecord)
 
     def _ask(self, question: Occupy | Report) -> bytes:
@@ -83,13 +86,16 @@ class FakeInstance:
         raise ServerError(f"the instance was not ready within {READY_SECONDS:.0f} s")
 
     def close(self) -> None:
-        """Forget the instance; it is stopped by ``fake_instance``."""
+        """Close the sockets to the instance. ``fake_instance`` stops its processes."""
         self._ctx.destroy(linger=0)
 
 
 @contextlib.contextmanager
 def fake_instance(options: ServerOptions) -> Iterator[FakeInstance]:
-    """Run an instance for the duration of the block; raises ``ServerError`` when it doesn't start."""
+    """Run an instance with a fake model worker within the ``with`` block. Yield a handle once it is ready.
+
+    Raises ``ServerError`` if it does not start.
+    """
     argv = python_command("-m", "tools.step_overhead.fake_instance", str(os.getpid()))
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()) as process:
         assert process.stdin is not None
@@ -108,7 +114,7 @@ def fake_instance(options: ServerOptions) -> Iterator[FakeInstance]:
 
 
 def main() -> None:
-    """Run the instance's supervisor."""
+    """Run the supervisor of an instance with a fake model worker, with the options from standard input."""
     die_with_parent(int(sys.argv[1]))
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerOptions)
     setproctitle.setproctitle(f"pdserve unified:{options.port} supervisor")

@@ -72,13 +72,16 @@ class FakeModel:
         self.occupy(0, 0.0)
 
     def occupy(self, batch: int, step_seconds: float) -> None:
-        """Set what steps of ``batch`` rows take, ``step_seconds`` of CPU time each, and start a new record."""
+        """Set the CPU time of a step that decodes ``batch`` rows to ``step_seconds``, and start a new record."""
         self._batch, self._step_seconds = batch, step_seconds
         self._starts, self._busy = array("d"), array("d")
         self._sampled = 0
 
     def run(self, step: ForwardStep) -> StepResult:
-        """Run one step. It begins when its message has been decoded, and ends before its result is encoded."""
+        """Return a step's result with meaningless token ids, after the set CPU time, and record the step.
+
+        A step that is not a decode of the whole batch sleeps instead, and counts as not busy.
+        """
         started, cpu = time.perf_counter(), time.thread_time()
         count = int(np.count_nonzero(np.frombuffer(step.sample, dtype="<i4")))
         if self._at + count > len(self._ids):
@@ -98,12 +101,12 @@ class FakeModel:
         return StepResult(step.step_id, ids, (time.perf_counter() - started) * 1000)
 
     def record(self) -> StepRecord:
-        """Return starts and busy times of all steps so far. Call it between steps, never during one."""
+        """Return the start and busy times of all steps since ``occupy``. Call it between steps, never during one."""
         return StepRecord(self._starts.tobytes(), self._busy.tobytes(), self._sampled)
 
 
 def answer_questions(ctx: ChildContext[WorkerOptions], model: FakeModel) -> NoReturn:
-    """Run the thread that answers ``QUESTIONS``."""
+    """Answer questions on the channel ``QUESTIONS`` for ever: set the time of steps, or return their record."""
     socket: zmq.Socket[Any] = ctx.zmq_ctx.socket(zmq.REP)
     socket.bind(ctx.address(QUESTIONS))
     decoder = msgspec.msgpack.Decoder(Occupy | Report)
@@ -117,7 +120,10 @@ def answer_questions(ctx: ChildContext[WorkerOptions], model: FakeModel) -> NoRe
 
 
 def ready_message(options: WorkerOptions) -> WorkerReady:
-    """Describe a pool that never runs short, for the model that the options name; raises ``ModelError``."""
+    """Return the worker's ready message, with a KV pool that never runs short, for the model of the options.
+
+    Loads no weights. Raises ``ModelError``.
+    """
     spec = read_spec(resolve_model(options.model_path, weights=False))
     layers, size = tuple(range(spec.num_layers)), options.page_size
     page_bytes = spec.num_layers * size * spec.kv_elements * 4
@@ -139,7 +145,7 @@ def ready_message(options: WorkerOptions) -> WorkerReady:
 
 
 def main() -> NoReturn:
-    """Run the process."""
+    """Run the fake model worker: answer each step that the scheduler sends, until the process is killed."""
     ctx = start_child(sys.argv, WorkerOptions)
     receiver: Receiver[WorkerCommand] = Receiver(ctx.zmq_ctx, ctx.address("worker"), ToWorker)
     events = Sender(ctx.zmq_ctx, ctx.address("worker_events"))

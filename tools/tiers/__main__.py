@@ -31,7 +31,10 @@ DEFAULTS = TierBenchOptions()
 
 
 def show_resume(result: ResumeResult, console: Console) -> None:
-    """Print TTFT by tier, and the rate from which a store is worth it."""
+    """Print the times to the first token by where the KV came from, and the store's rates.
+
+    The store is worth it from the rate that is printed, in MB/s.
+    """
     table = Table("tokens", *(f"{place}: ms" for place in PLACES), "restarted / computed", "not computed")
     for row in result.rows:
         ms = [f"{1000 * row.seconds[place]:,.0f}" if place in row.seconds else "–" for place in PLACES]
@@ -49,7 +52,10 @@ def show_resume(result: ResumeResult, console: Console) -> None:
 
 
 def show_agents(results: list[AgentResult], console: Console) -> None:
-    """Print the tokens that were computed again, by the tiers after the pool."""
+    """Print a row for each set of cache tiers, and whether all answers are the same.
+
+    A row has tokens computed and computed again, hits by tier, TTFT and the time of copies.
+    """
     table = Table("behind the pool", "prompt tokens", "computed", "again", "found in pool / host / store", "TTFT, ms")
     table.add_column("copies, s")
     for r in results:
@@ -62,7 +68,10 @@ def show_agents(results: list[AgentResult], console: Console) -> None:
 
 
 def show_pair(rows: list[PairRow], console: Console) -> None:
-    """Print first and second token by the instances that have the store, with the tokens computed and fetched."""
+    """Print the times of the first and second token, by which instances of a pair have the store.
+
+    Also print the tokens that were computed and fetched, and the bytes handed over.
+    """
     table = Table("tokens", "the prefill", "the store is", "first token, ms", "second token, ms")
     for heading in ("computed", "fetched by the decode", "handed over, MB"):
         table.add_column(heading)
@@ -75,7 +84,7 @@ def show_pair(rows: list[PairRow], console: Console) -> None:
 
 @app.default
 def main(*, options: Annotated[TierBenchOptions, Parameter(name="*")] = DEFAULTS) -> int:
-    """Measure, and print tables."""
+    """Run the measurement that --measure names, and print its table. Return the exit code."""
     exit_on_signals()
     console = wide_console()
 

@@ -35,9 +35,9 @@ class AgentResult(NamedTuple):
 
 
 def measure_agents(options: TierBenchOptions, folder: Path) -> list[AgentResult]:
-    """Measure conversations with the pool alone, with host memory, and with a store.
+    """Measure conversations with the KV pool alone, with host memory too, and with a store as well.
 
-    ``folder``: empty folder for stores and logs of the servers.
+    Return a result each. ``folder``: empty folder for stores and logs of the servers.
     """
     pool = options.pool_users * (options.conversation_tokens + 32)
     plain = ["--model-path", options.model_path, "--max-total-tokens", str(pool)]

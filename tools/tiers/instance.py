@@ -48,7 +48,10 @@ class Instance:
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_SECONDS, trust_env=False)
 
     def ask(self, tokens: list[int], count: int) -> Answer:
-        """Ask for ``count`` greedy tokens, whatever they are."""
+        """Send ``tokens`` as a prompt and return the answer of ``count`` greedy tokens, EOS ignored.
+
+        Wait for all of it. Raises ``ServerError``.
+        """
         sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
         began = time.perf_counter()
         response = self._client.post("/generate", json={"input_ids": tokens, "sampling_params": sampling})
@@ -60,13 +63,19 @@ class Instance:
         return Answer(answer["output_ids"], meta["cached_tokens"], meta.get("cached_tokens_details", {}), seconds)
 
     def post(self, body: dict[str, Any]) -> None:
-        """Send a leg of a request that another instance answers."""
+        """Send the request ``body`` to ``/generate`` and wait for its end, without its answer.
+
+        It is one leg of a request that another instance answers. Raises ``ServerError``.
+        """
         response = self._client.post("/generate", json=body)
         if response.status_code != 200:
             raise ServerError(f"/generate answers {response.status_code}: {response.text[:200]}")
 
     def stream(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
-        """Return the answer's tokens, and the seconds until each of them came."""
+        """Stream the answer to ``body``; return its tokens, and for each the seconds from the request until it came.
+
+        Raises ``ServerError``.
+        """
         tokens: list[int] = []
         times: list[float] = []
         began = time.perf_counter()
@@ -83,33 +92,36 @@ class Instance:
         return tokens, times
 
     def info(self) -> dict[str, Any]:
-        """Return ``/server_info``."""
+        """Return the JSON of ``/server_info``."""
         response: dict[str, Any] = self._client.get("/server_info", headers=self._admin).raise_for_status().json()
         return response
 
     def flush(self) -> None:
-        """Forget what pool and host memory have; the store keeps its own."""
+        """Drop all prefixes that the instance has cached in KV pool and host memory. The store keeps its pages."""
         self._client.post("/flush_cache", json={}, headers=self._admin).raise_for_status()
 
     def wait_busy(self) -> None:
-        """Wait until the instance has a request."""
+        """Wait, without limit, until the instance has a request."""
         while not self.info()["requests"]["total"]:
             time.sleep(BUSY_POLL_SECONDS)
 
     def wait_stored(self) -> None:
-        """Wait until the store has all pages that it is meant to have."""
+        """Wait until the store has all pages that are to be saved. Raises ``ServerError`` if the store fails."""
         while (tiers := self.info()["tiers"])["backlog"] or tiers["stored"] + tiers["fetched"] < tiers["saved"]:
             if tiers["store"]["breaker"] != "closed":
                 raise ServerError(f"the store fails: {tiers['store']['reason']}")
             time.sleep(POLL_SECONDS)
 
     def kill(self) -> None:
-        """Kill all of its processes (-9)."""
+        """Kill all processes of the instance by SIGKILL, and wait for the end of the first one."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def wait_ready(self) -> None:
-        """Raises ``ServerError`` when it does not come up."""
+        """Wait until the instance answers ``/health``.
+
+        Raises ``ServerError`` if it ends or takes over ``READY_SECONDS``.
+        """
         deadline = time.monotonic() + READY_SECONDS
         while not says_ok(self._client, "/health"):
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -118,14 +130,17 @@ class Instance:
             time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """End it, if it has not ended."""
+        """End the instance, by force after ``STOP_SECONDS``. Do nothing if it has ended."""
         self._client.close()
         stop(self._process, STOP_SECONDS, self.kill)
 
 
 @contextmanager
 def instance(folder: Path, *flags: str) -> Iterator[Instance]:
-    """Run ``pdserve server FLAGS`` on a port of its own; its log is in ``folder``."""
+    """Run ``pdserve server FLAGS`` on a free port within the ``with`` block. Yield it when it is ready.
+
+    Its log is in ``folder``. Raises ``ServerError`` if it does not become ready.
+    """
     [port] = free_ports(1)
     admin, more = admin_key(folder)
     argv = python_command("-m", "pdserve.server.cli", "server", "--port", str(port), *flags, *more)

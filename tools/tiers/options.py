@@ -60,7 +60,7 @@ class TierBenchOptions:
     answer_tokens: int = 32
 
     def check(self) -> None:
-        """Raise ``BenchOptionsError`` when these options can't work."""
+        """Raise ``BenchOptionsError`` for a number below 1, or for a Redis store without a URL."""
         numbers = [self.repeat, self.users, self.turns, self.pool_users, self.first_tokens, self.turn_tokens]
         if min(*numbers, *self.tokens, self.answer_tokens) < 1:
             raise BenchOptionsError("all numbers must be 1 or more")

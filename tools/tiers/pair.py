@@ -50,7 +50,10 @@ class _Pair:
         self._bootstrap, self._rng = bootstrap, rng
 
     def ask(self, tokens: list[int], count: int) -> tuple[list[int], list[float]]:
-        """Ask by both legs; return the answer's tokens, and the seconds until each of them came."""
+        """Send both legs of a request, and wait for the end.
+
+        Return the tokens, and the seconds until each of them came.
+        """
         body = {
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
@@ -66,7 +69,10 @@ class _Pair:
 
     @contextmanager
     def busy_with(self, length: int) -> Iterator[None]:
-        """Have the prefill compute another prompt, beginning before the block."""
+        """Have the prefill compute another prompt of ``length`` tokens.
+
+        The ``with`` block begins when it has the prompt. The end of the block waits until that prompt is computed.
+        """
         sampling = {"max_new_tokens": 1, "ignore_eos": True}
         body = {"input_ids": random_tokens(self._rng, length), "sampling_params": sampling}
         with ThreadPoolExecutor(1) as other:
@@ -76,7 +82,7 @@ class _Pair:
             done.result()
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the tokens computed, the tokens that the decode fetched, and the bytes handed over."""
+        """Return totals since the start: tokens computed, tokens that the decode fetched, and bytes handed over."""
         infos = [self.prefill.info(), self.decode.info()]
         computed = sum(info["counters"]["prompt_tokens"] for info in infos)
         handovers = infos[1]["disaggregation"]
@@ -96,9 +102,10 @@ def _pair(folder: Path, rng: Random, prefill: list[str], decode: list[str]) -> I
 
 
 def measure_pair(options: TierBenchOptions, folder: Path) -> list[PairRow]:
-    """Measure prompts through a pair with tiers, beside a pair without them.
+    """Measure the second turns of conversations after both instances of a pair restarted. Return a row for each case.
 
-    ``folder``: empty folder for stores and logs of the servers.
+    The cases differ in which instances have the store, in the length, and in whether the prefill is busy. ``folder``:
+    empty folder for stores and logs of the servers.
     """
     rng = Random(3)
     size = str(2 * (max(options.tokens) + MOST_TURN_TOKENS))

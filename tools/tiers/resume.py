@@ -35,7 +35,10 @@ class Conversation(NamedTuple):
     answer: list[int]
 
     def second_turn(self, rng: Random) -> list[int]:
-        """Make the prompt of the second turn. It differs each time, so that its end is never stored."""
+        """Return the second turn's prompt: the first turn, its answer, and a new random question.
+
+        The question differs at each call, so the store never has its KV.
+        """
         return self.prompt + self.answer + random_tokens(rng, QUESTION)
 
 
@@ -59,12 +62,12 @@ class ResumeResult(NamedTuple):
 
 
 def random_tokens(rng: Random, count: int) -> list[int]:
-    """Draw random token ids."""
+    """Return ``count`` random token ids."""
     return [rng.randrange(*TOKEN_IDS) for _ in range(count)]
 
 
 def measure_resume(options: TierBenchOptions, folder: Path) -> ResumeResult:
-    """Measure how long a conversation takes to resume on a server that has only the store.
+    """Measure how long conversations take to go on from a store after a restart, and if they are computed again.
 
     ``folder``: empty folder for stores and logs of the servers.
     """
@@ -117,7 +120,7 @@ def _page_bytes(server: Instance) -> float:
 
 
 def _out_of_memory(store: Path) -> None:
-    """Drop the store's files from the system's memory, so that the next reads go to the disk."""
+    """Drop the store's files from the page cache, so that the next reads go to the disk."""
     os.sync()
     for page in store.rglob("*.page"):
         fd = os.open(page, os.O_RDONLY)
