@@ -46,10 +46,11 @@ def make_app(
     model: ServedModel | None = None,
     own_admin_key: str | None = None,
 ) -> ASGIApp:
-    """Make the application in front of ``engine``.
+    """Make the ASGI application of an instance, with access log and checks of requests, in front of ``engine``.
 
-    ``model``: None means what the options say about the model, without reading its files. ``own_admin_key``: see
-    ``guard``.
+    ``epoch``: id of this start of the instance. ``model``: None means what the options say about the model, without
+    reading its files. ``own_admin_key``: admin key that the server drew at its start. It counts only if ``options``
+    have none.
     """
     endpoints = {facts: load_endpoint(facts) for facts in sorted(path_table(Server.INSTANCE).paths, key=_method_order)}
     app = Starlette(routes=[_route(facts, found) for facts, found in endpoints.items()])
@@ -89,7 +90,7 @@ def _route(facts: PathFacts, found: HttpEndpoint) -> Route:
 
 
 def load_endpoint(facts: PathFacts) -> HttpEndpoint:
-    """Return the endpoint that a declaration names."""
+    """Import the module that ``facts`` name, and return the path's endpoint from it."""
     found = getattr(import_module(f".{facts.module}", __package__), facts.name)
     assert isinstance(found, HttpEndpoint), facts
     return found

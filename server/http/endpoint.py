@@ -49,7 +49,12 @@ def endpoint(
     query: Sequence[QueryParameter] = (),
     error: type[BaseModel] = ErrorAnswer,
 ) -> Callable[[Handler], HttpEndpoint]:
-    """Make an ``HttpEndpoint`` of the decorated handler. See the fields of ``HttpEndpoint``."""
+    """Return a decorator that makes an ``HttpEndpoint`` of a handler.
+
+    Models only describe what the handler reads and writes. ``answer``: model of the answer with status 200. None hides
+    the endpoint from the OpenAPI page. ``body``: model of the request's body, None if it has none. ``event``: one event
+    of a streamed answer. ``error``: answers with other statuses.
+    """
 
     def decorate(handler: Handler) -> HttpEndpoint:
         return HttpEndpoint(handler, answer, body, event, query, error)

@@ -65,7 +65,10 @@ class ApiError(Exception):
         return api_error
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """Return a copy with ``param`` as the client calls it, and named in the message."""
+        """Return a copy for a client that calls fields differently. ``names``: engine's name of a field → the client's.
+
+        Its ``param`` is the client's name. The message begins with that name unless it mentions the name already.
+        """
         param = names.get(self.param, self.param) if self.param is not None else None
         message = f"{param}: {self.message}" if param is not None and param not in self.message else self.message
         renamed = ApiError(self.status, message, param=param, kind=self.kind, code=self.code)
@@ -73,17 +76,23 @@ class ApiError(Exception):
         return renamed
 
     def body(self, scope: Scope) -> dict[str, Any]:
-        """Return the error, JSON-ready, in the shape of the path that was asked for."""
+        """Return the error as a JSON-ready object, in the format of the API that the path of ``scope`` belongs to."""
         return error_shape(scope)(error_fields(self.status, self.message, self.kind, self.param, self.code))
 
     def response(self, scope: Scope) -> Response:
-        """Return the HTTP response."""
+        """Return the JSON response with the error, in the format of the path's API.
+
+        It has headers for clients, such as ``Retry-After``.
+        """
         headers = error_headers(self.status, self.retry_after)
         return json_response(self.body(scope), self.status, {**(self.headers or {}), **headers})
 
 
 def bad_request(param: str | None, message: str) -> ApiError:
-    """Make a 400 that names its field: the message is ``param: message``."""
+    """Make an ``ApiError`` 400 and return it, without raising it. ``param``: the offending field; None: no single one.
+
+    The message is ``param: message``, or ``message`` alone.
+    """
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 
@@ -115,7 +124,10 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 
 def install_error_handlers(app: Starlette) -> None:
-    """Make every error leave ``app`` in the shape of its path."""
+    """Register handlers with ``app`` that answer every exception in the error format of the path's API.
+
+    Unexpected exceptions become a 500, and their traceback reaches the log. If the client has gone, the status is 499.
+    """
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

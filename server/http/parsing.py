@@ -44,7 +44,11 @@ WANTED = {
 
 
 def parse_json(data: bytes, is_large: bool = False) -> dict[str, Any]:
-    """Parse ``data`` to a JSON object; no data is an empty object. Raises ``ApiError`` 400 or 413."""
+    """Parse ``data`` to a JSON object; no data is an empty object.
+
+    ``is_large``: parse in pieces, so that the event loop can run in between, and limit token ids and message parts.
+    Raises ``ApiError``: 400 for anything but a valid JSON object, 413 for too many of these.
+    """
     if not data:
         return {}
     try:
@@ -60,9 +64,10 @@ def parse_json(data: bytes, is_large: bool = False) -> dict[str, Any]:
 
 
 def validate(schema: type[B], content: dict[str, Any]) -> B:
-    """Convert ``content`` to a ``schema``; the names of its fields must have been checked.
+    """Check types and ranges of a body's ``content``, and return it as a ``schema``.
 
-    Raises ``ApiError`` 400 that names the first offending field.
+    The names of its fields must have been checked: unknown ones are dropped here. Raises ``ApiError`` 400 that names
+    the first offending field.
     """
     try:
         return schema.model_validate(content)
@@ -71,9 +76,10 @@ def validate(schema: type[B], content: dict[str, Any]) -> B:
 
 
 async def parse_body(request: Request, schema: type[B]) -> B:
-    """Read, parse and check the body; a header of the answer will name its ignored fields.
+    """Read the body of ``request``, check names and values of its fields, and return it as a ``schema``.
 
-    The content type is not checked, so that a plain ``curl -d`` works.
+    A header of the answer will name the fields that are ignored. The content type is not checked, so that a plain
+    ``curl -d`` works. Raises ``ApiError`` (400, 413, 415, 503) and ``ClientDisconnect``.
     """
     state, record = HttpState.of(request), AccessRecord.of(request.scope)
 
@@ -113,7 +119,7 @@ def _explain(error: ErrorDetails) -> ApiError:
 
 
 def _path(parts: Sequence[int | str]) -> str:
-    """Return a field's full name, with the indices of lists."""
+    """Join the location of an error to the field's full name, such as ``messages[2].content``; skip tags of unions."""
     path = ""
     for part in parts:
         if isinstance(part, int):

@@ -27,9 +27,10 @@ class ServedModel:
 
     @staticmethod
     def read(options: ServerOptions) -> ServedModel:
-        """Read the model's names, defaults and formats from the options and its files.
+        """Make the served model: names from the options, sampling defaults and output formats from the model's files.
 
-        Raises ``ModelError`` and ``TokenizerLoadError``.
+        The files are read only as far as the options ask for defaults or parsers. Raises ``ModelError`` and
+        ``TokenizerLoadError``.
         """
         defaults = NO_DEFAULTS
         if options.sampling_defaults == "model":

@@ -28,7 +28,10 @@ class Flushed(AnswerBody):
 
 @endpoint(Flushed)
 async def flush_cache(request: Request) -> Response:
-    """Drop every cached prefix; 400 while requests are running."""
+    """Drop every cached prefix, also in host memory and the store, and answer how many tokens the KV pool dropped.
+
+    Answers 400 while any request is running or queued.
+    """
     engine = HttpState.of(request).engine
     try:
         result = await engine.questions.ask(FlushCacheReq(), QUESTION_TIMEOUT_SECONDS)

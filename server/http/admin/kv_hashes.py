@@ -65,7 +65,10 @@ class KVHashesAnswer(AnswerBody):
 
 @endpoint(KVHashesAnswer, body=KVHashesBody)
 async def kv_hashes(request: Request) -> Response:
-    """Hash the pages of a prompt, layer by layer. Answers 501 without ``--kv-debug``."""
+    """Answer with hashes of the cached keys and values of a prompt: for each layer, one for each whole page.
+
+    Nothing is computed: a page that is not cached has null. Answers 501 without ``--kv-debug``.
+    """
     state, body = HttpState.of(request), await parse_body(request, KVHashesBody)
     questions = state.engine.questions
     token_ids = body.input_ids
@@ -92,7 +95,10 @@ async def kv_hashes(request: Request) -> Response:
 
 
 def _layers(group: HashedGroup) -> list[dict[str, Any]]:
-    """Return each layer with the hashes of its pages, by part; null for a page that is not in the pool."""
+    """Decode ``group`` to an object for each layer: hexadecimal hashes of its pages by part, such as ``K`` and ``V``.
+
+    A page that is not in the pool has None.
+    """
     hashes = np.frombuffer(group.hashes, dtype="<u8").reshape(-1, len(group.layers), len(group.parts))
     return [
         {"layer": layer}

@@ -61,14 +61,20 @@ class MemoryResumed(AnswerBody):
 
 @endpoint(MemoryReleased, body=ReleaseBody)
 async def release_memory(request: Request) -> Response:
-    """Give memory back to the system; 409 with the reason where it stays."""
+    """Give the memory of the KV pool, of the weights or of both back to the system, and answer when that is done.
+
+    Running requests first get ``wait_s`` seconds to end. Answers 409 with the reason if the memory is kept.
+    """
     body = await parse_body(request, ReleaseBody)
     return await _change(request, True, body.tags, body.wait_s, body.wait_s + RELEASE_SECONDS)
 
 
 @endpoint(MemoryResumed, body=ResumeBody)
 async def resume_memory(request: Request) -> Response:
-    """Take the memory back and load the weights anew; 503 with the reason if that is impossible."""
+    """Allocate released memory again, load the weights anew if they were released, and answer when that is done.
+
+    Answers 503 with the reason if that fails.
+    """
     body = await parse_body(request, ResumeBody)
     return await _change(request, False, body.tags, 0.0, HttpState.of(request).options.startup_timeout)
 
@@ -92,7 +98,10 @@ class PoolResized(AnswerBody):
 
 @endpoint(PoolResized, body=ResizeBody)
 async def resize_pool(request: Request) -> Response:
-    """Make the KV pool smaller, or larger again; 409 with the reason where it stays as it is."""
+    """Resize the KV pool to ``max_total_tokens``, within the size that it started with, and answer when that is done.
+
+    Answers 409 with the reason if the size stays as it is.
+    """
     body, engine = await parse_body(request, ResizeBody), HttpState.of(request).engine
     question = ResizeReq(body.max_total_tokens, body.wait_s)
     try:

@@ -55,7 +55,10 @@ class Migrated(AnswerBody):
 
 @endpoint(Migrated, body=MigrateBody)
 async def migrate(request: Request) -> Response:
-    """Let a running request go on at another instance; 409 with the reason where it stays."""
+    """Move a running request to another instance, which continues its answer; answers when it has moved.
+
+    Answers 404 if the request does not run here, and 409 with the reason if any of its answers stays here.
+    """
     state, body = HttpState.of(request), await parse_body(request, MigrateBody)
     if refusal := state.gate.move_refusal([(body.bootstrap_host, body.bootstrap_port)]):
         raise ApiError(403, f"bootstrap_host: {refusal}", param="bootstrap_host")
@@ -100,7 +103,10 @@ class Draining(AnswerBody):
 
 @endpoint(Draining, body=DrainBody)
 async def drain(request: Request) -> Response:
-    """Stop admitting, hand over what runs, and exit when nothing is left; answers at once."""
+    """Stop admitting requests, move the running ones to the instances ``to``, and exit when none is left.
+
+    Answers at once. Without ``to``, running requests finish here.
+    """
     engine, body = HttpState.of(request).engine, await parse_body(request, DrainBody)
     try:
         to = sorted(addresses("to", ",".join(body.to)))
@@ -129,7 +135,10 @@ class RoleChanged(AnswerBody):
 
 @endpoint(RoleChanged, body=RoleBody)
 async def role(request: Request) -> Response:
-    """Change the role, without a restart; what runs goes on, what is cached stays."""
+    """Change the instance's role (unified, prefill or decode) without a restart; cached prefixes stay.
+
+    Running requests go on. Answers 409 if the instance exchanges no KV with others.
+    """
     engine, body = HttpState.of(request).engine, await parse_body(request, RoleBody)
     try:
         result = await engine.questions.ask(RoleReq(body.role), ROLE_SECONDS)
@@ -140,7 +149,10 @@ async def role(request: Request) -> Response:
 
 @endpoint()
 async def moved(request: Request) -> Response:
-    """Send the rest of an answer that goes on here to the instance that has its client."""
+    """Stream the rest of a moved answer, which this instance generates, to the instance that has its client.
+
+    A ticket in a header names the answer. Answers 400 without one, 404 if there is no such answer.
+    """
     ticket = ticket_of(request.scope)
     if ticket is None:
         raise bad_request(None, "this path is for instances, which send a ticket")
@@ -168,12 +180,12 @@ class ItemRenderer:
         raise AssertionError("a moved answer is read as a stream")
 
     def events(self, delta: Delta) -> bytes:
-        """Return one ``ReqText`` as an event."""
+        """Encode what is new of a choice as one server-sent event: a ``ReqText`` in JSON, without the request's id."""
         choice = delta.choice
         prompt, logprobs = choice.prompt if delta.is_first else None, delta.logprobs or None
         item = ReqText("", delta.text, delta.token_ids, delta.finish, choice.meta, logprobs, prompt)
         return DATA_PREFIX + msgspec.json.encode(item) + EVENT_END
 
     def last_events(self, choices: list[Choice]) -> bytes:
-        """Return nothing: no event follows the last choice's end."""
+        """Return no bytes: no event follows the last choice's end."""
         return b""

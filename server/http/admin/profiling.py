@@ -112,7 +112,10 @@ class ProfileStoppedAnswer(AnswerBody):
 
 @endpoint(ProfileStartedAnswer, body=StartProfileBody)
 async def start_profile(request: Request) -> Response:
-    """Begin a profile; 409 while one runs, and for a name that is taken."""
+    """Start a profile of the model workers' next ``num_steps`` steps; answers when they record, with the files to come.
+
+    Answers 409 while a profile runs, and if the folder's name is taken.
+    """
     body = await parse_body(request, StartProfileBody)
     steps = body.num_steps or (MAX_STACK_STEPS if body.with_stack else MAX_STEPS)
     name = body.output_dir or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
@@ -134,7 +137,10 @@ async def start_profile(request: Request) -> Response:
 
 @endpoint(ProfileStoppedAnswer, body=StopProfileBody)
 async def stop_profile(request: Request) -> Response:
-    """End the profile and name its files, or those of the last one; 409 where there has been none."""
+    """End the running profile, and answer with its files once they are written.
+
+    If none runs, answers with the files of the last one, or 409 if there has been none.
+    """
     await parse_body(request, StopProfileBody)
     result = await _ask(request, StopProfileReq(), STOP_SECONDS)
     return json_response(
@@ -151,7 +157,10 @@ async def stop_profile(request: Request) -> Response:
 
 
 async def _ask(request: Request, question: Question[ProfileResult], seconds: float) -> ProfileResult:
-    """Return the scheduler's answer if it is good. Raises ``ApiError``."""
+    """Ask the scheduler about a profile, and return its result after at most ``seconds``.
+
+    Raises ``ApiError``: 503 without an answer in time, otherwise the status of a refusal.
+    """
     try:
         return await HttpState.of(request).engine.questions.ask(question, seconds)
     except NoAnswer:

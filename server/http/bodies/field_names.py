@@ -102,9 +102,10 @@ class FieldNames:
         self._logged: set[str] = set()
 
     def check(self, schema: type[Body], content: Mapping[str, Any]) -> bytes:
-        """Log the ignored fields of ``content`` and return the header's value, empty if there are none.
+        """Check the field names of a body by its ``schema``. Return the value of the header that names ignored fields.
 
-        Raises ``ApiError`` 400 that names the first refused field.
+        It is empty if there are none, or if the options say to ignore them silently. Log each ignored field, once for
+        all requests. Raises ``ApiError`` 400 that names the first refused field.
         """
         search = _Search(refuse=self._unknown == "refuse")
         search.object(schema, content, "")
@@ -137,7 +138,11 @@ class _Search:
         self._refuse = refuse
 
     def object(self, schema: type[Body], content: Mapping[str, Any], place: str) -> None:
-        """Check the names of one JSON object; raises ``ApiError`` if one is refused."""
+        """Check the names of a JSON object and of those inside it, and append the ignored ones to ``found``.
+
+        ``place``: path of the object, ending in a dot; empty for the body itself. Raises ``ApiError`` 400 if one is
+        refused.
+        """
         if len(content) > MAX_FIELDS:
             raise bad_request(place.rstrip(".") or None, f"has {len(content)} fields, the limit is {MAX_FIELDS}")
         fields = inner_bodies(schema)
@@ -194,13 +199,16 @@ def _header(fields: list[IgnoredField], is_cut: bool) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a client's ``name`` in printable ASCII, bounded."""
+    """Return a client's ``name`` percent-encoded to printable ASCII, cut off after ``MAX_NAME`` characters."""
     encoded = quote(name[: MAX_NAME + 1], safe=TOKEN_CHARACTERS)
     return encoded if len(encoded) <= MAX_NAME else encoded[:MAX_NAME] + MORE
 
 
 def find_hint(schema: type[Body], name: str) -> Hint:
-    """Return which field of ``schema`` may have been meant by an unknown ``name``."""
+    """Return a suggestion for an unknown field ``name``: a similar field of ``schema``, or the object that it fits in.
+
+    Return ``NO_HINT`` if there is none, or for a name longer than ``MAX_NAME`` characters.
+    """
     # Don't cache long names: a client could fill the cache with names of 32 MiB.
     return NO_HINT if len(name) > MAX_NAME else _find_hint(schema, name)
 

@@ -51,7 +51,10 @@ def _ids_one_or_many(value: Any) -> str:
 
 
 def _integral(value: Any) -> Any:
-    """Take a float without a fraction, as 10.0, for an integer, as JSON Schema does."""
+    """Convert a float without a fraction, such as 10.0, to an integer, as JSON Schema does.
+
+    Return other values unchanged.
+    """
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= INT64_MAX else value
 
 
@@ -79,9 +82,10 @@ Rid = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_check_
 
 
 def check_small(value: dict[str, Any], most_values: int = MAX_FREE_VALUES) -> dict[str, Any]:
-    """Return a free-form object.
+    """Check the size of a free-form JSON object, and return it unchanged.
 
-    Raise ``ValueError`` if it has too many values or characters, or is nested deeper than messages can be.
+    Raises ``ValueError`` if it has more than ``most_values`` values at all levels together, too many characters, or
+    more levels than messages can have.
     """
     values = characters = 0
     level: list[Any] = [value]
@@ -146,7 +150,10 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the schema with what pydantic does not know: null is "not given", unknown fields may be refused."""
+        """Return pydantic's JSON schema of the body, in which optional fields take null as well: it means "not given".
+
+        Other fields are declared forbidden if the body refuses unknown ones.
+        """
         reference = handler(core_schema)
         schema = handler.resolve_ref_schema(reference)
         properties = schema.get("properties", {})
@@ -158,7 +165,7 @@ class Body(BaseModel):
 
 
 def _or_null(field: JsonSchemaValue) -> JsonSchemaValue:
-    """Return a field's schema that takes null as well."""
+    """Return ``field``, the JSON schema of one field, widened to take null as well; title and default stay on top."""
     null = {"type": "null"}
     if null in field.get("anyOf", ()):
         return field
@@ -179,7 +186,7 @@ def inner_bodies(schema: type[Body]) -> Mapping[str, type[Body] | None]:
 
 
 def _body_in(annotation: Any) -> type[Body] | None:
-    """Return the body that values of a type hold, if any."""
+    """Return the first ``Body`` within a type annotation, such as the item type of a list; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return annotation
     return next((body for arg in get_args(annotation) if (body := _body_in(arg)) is not None), None)

@@ -28,7 +28,11 @@ MAX_TEXT_PARTS = 1 << 14
 
 
 def parse_in_pieces(data: bytes) -> Any:
-    """Parse JSON as ``orjson.loads`` does, in pieces. Raises ``orjson.JSONDecodeError``."""
+    """Parse ``data`` as ``orjson.loads`` does, but field by field, so that the event loop can run in between.
+
+    A body of more than ``MAX_PIECES`` lists and objects is parsed at once, which is faster. Raises
+    ``orjson.JSONDecodeError``.
+    """
     if data.count(b"[") + data.count(b"{") > MAX_PIECES:
         return orjson.loads(data)
     try:
@@ -46,7 +50,10 @@ def _parse_value(raw: memoryview) -> Any:
 
 
 def check_amount(content: dict[str, Any]) -> None:
-    """Raise ``ApiError`` 413 if a parsed body holds more than can be checked in a short time."""
+    """Raise ``ApiError`` 413 if a parsed body has too many token ids or message parts to be checked in a short time.
+
+    The limits are ``MAX_TOKEN_IDS`` and ``MAX_TEXT_PARTS``.
+    """
     for name in ("input_ids", "prompt", "tokens"):
         value = content.get(name)
         if isinstance(value, list) and value and not isinstance(value[0], str):

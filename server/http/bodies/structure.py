@@ -33,7 +33,10 @@ class StructureFields(Body):
         return one_grammar(self.grammars())
 
     def grammars(self) -> dict[str, Grammar]:
-        """Return all grammars that are given, by the field's name."""
+        """Return the grammars that the body asks for, by field name.
+
+        Fields that are not given, or empty, ask for none.
+        """
         return grammars_of(
             {
                 "json_schema": ("json_schema", self.json_schema),
@@ -45,7 +48,11 @@ class StructureFields(Body):
 
 
 def grammars_of(given: Mapping[str, tuple[Any, Any]]) -> dict[str, Grammar]:
-    """Return the grammars of fields that ask for something. ``given``: kind and value by the field's name."""
+    """Make a ``Grammar`` of each field that asks for one, and return them by field name.
+
+    ``given``: field name → (kind of grammar, value). A value of None, "", {} or [] asks for nothing, and one that is no
+    string is written as JSON. Raises ``FieldError`` if that is too long.
+    """
     return {
         field: Grammar(kind, value if isinstance(value, str) else _dumped(field, value), field)
         for field, (kind, value) in given.items()
@@ -54,7 +61,7 @@ def grammars_of(given: Mapping[str, tuple[Any, Any]]) -> dict[str, Grammar]:
 
 
 def one_grammar(found: Mapping[str, Grammar]) -> Grammar | None:
-    """Return the only grammar, None if there is none. Raises ``FieldError`` for several."""
+    """Return the only grammar in ``found`` (by field name), None if it is empty. Raises ``FieldError`` for several."""
     if len(found) > 1:
         first, second = list(found)[:2]
         raise FieldError(second, f"can't go with {first}; give one of them")

@@ -26,7 +26,10 @@ Unserved = Mapping[str, tuple[Any, ...]]
 
 
 def neutral(*values: Any, names: str) -> dict[str, tuple[Any, ...]]:
-    """Declare fields, by ``names`` with spaces in between, that are accepted with these ``values`` only."""
+    """Return entries for fields that are accepted only with one of ``values``, or null.
+
+    ``names``: names of the fields, separated by spaces.
+    """
     return dict.fromkeys(names.split(), values)
 
 
@@ -40,7 +43,10 @@ STRUCTURE: Unserved = {
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Return whether a field's value asks for nothing. ``False`` is not 0, and ``True`` is not 1."""
+    """Return whether ``value`` is null or one of the ``neutral`` values, so that the field asks for nothing.
+
+    ``False`` is not 0 here, and ``True`` is not 1.
+    """
     if value is None or neutral is ANYTHING or neutral is IGNORED:
         return True
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)

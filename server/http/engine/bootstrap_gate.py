@@ -40,9 +40,10 @@ class BootstrapGate:
         self.default_port = options.default_bootstrap_port
 
     def refusal(self, fields: RequestFields) -> str:
-        """Return why the addresses of ``fields`` are not to be followed, "" if they are.
+        """Return why the bootstrap addresses of ``fields`` must not be followed, "" if they may.
 
-        Raises ``ApiError`` if no more signatures can be remembered.
+        A valid signature counts as used afterwards, so a second call with it refuses. Raises ``ApiError`` 503 if no
+        more signatures can be remembered.
         """
         addresses = self._addresses(fields)
         if self._follows_all or addresses <= self._allowed:
@@ -66,7 +67,10 @@ class BootstrapGate:
             raise ApiError(503, str(e), code=OVERLOADED) from None
 
     def move_refusal(self, targets: Iterable[tuple[str, int]]) -> str:
-        """Return why requests are not moved to the bootstrap servers ``targets``, "" if they may be."""
+        """Return why requests must not move to ``targets``, "" if they may.
+
+        ``targets``: (host, port) of bootstrap servers.
+        """
         for host, port in targets:
             is_known = (host.lower(), port) in self._targets or means_this_host(host)
             if not (is_known or self._follows_all):
@@ -78,9 +82,10 @@ class BootstrapGate:
         return ""
 
     def vouched(self, fields: RequestFields) -> bool:
-        """Return whether the addresses of ``fields``, which are followed, are the cluster's: signed or allowed.
+        """Return whether the bootstrap addresses of ``fields`` are signed by a router or in ``--allow-bootstrap``.
 
-        Loopback addresses without a cluster secret, and those of ``--insecure-cluster``, are followed without either.
+        ``refusal`` must have allowed them. It also allows loopback addresses without a cluster secret, and all
+        addresses with ``--insecure-cluster``, which count as neither.
         """
         return self._signature is not None or self._addresses(fields) <= self._allowed
 

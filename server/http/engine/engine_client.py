@@ -66,10 +66,12 @@ class EngineClient:
         max_logprobs: int | None = None,
         max_requests: int | None = None,
     ) -> None:
-        """Make a client of the tokenizer and the supervisor. ``max_requests``: maximum answers queued and running at a
-        time.
+        """Make a client of the tokenizer and the supervisor.
 
-        A batch of more answers than that is refused.
+        ``mode``: the instance's role until the scheduler reports it. ``cache_by_key``: keep the cached prefixes of API
+        keys apart. ``max_request_bytes``: maximum length of one HTTP request's messages. ``max_logprobs``: maximum
+        log-probabilities kept for one HTTP request. ``max_requests``: maximum answers in one batch, as no more may be
+        queued and running at a time. None: no limit.
         """
         self.metrics = RequestMetrics()
         self.scheduler_metrics: SchedulerMetrics | None = None
@@ -104,13 +106,14 @@ class EngineClient:
         follows: bool = False,
         keeps_sent: bool = True,
     ) -> Submission:
-        """Send one request for each prompt.
+        """Send one request to the engine for each of ``plans``, and return the submission that waits for the answers.
 
-        ``group``: a name for all answers, beside those in ``plans``. ``follows``: the client can read the rest of an
-        answer elsewhere. ``keeps_sent``: see ``Choice``. Raises ``ApiError``:
+        ``streaming``: hand out the output as it grows. ``group``: a name for all answers, beside those in ``plans``.
+        ``caller``: the sender; each name is unique among its requests. ``follows``: the client can read the rest of an
+        answer elsewhere. ``keeps_sent``: keep output after a delta has returned it. Raises ``ApiError``:
         - 400 if a name is in use;
-        - 413 if the prompts are too large;
-        - 429 if too much is running already;
+        - 413 if the prompts are too large or ask for too many answers;
+        - 429 if the prompts of running requests take too many bytes;
         - 503 after ``close``.
         """
         self._check_open()
@@ -152,7 +155,7 @@ class EngineClient:
         return submission
 
     def _send(self, *messages: Message) -> None:
-        """Send to the tokenizer. If no frame can hold a message, send none and raise ``ApiError`` 413."""
+        """Send to the tokenizer process. If no frame can hold a message, send none and raise ``ApiError`` 413."""
         try:
             self._tokenizer.send(*messages)
         except FrameTooLarge as e:
@@ -168,9 +171,9 @@ class EngineClient:
         follows: bool = False,
         keeps_sent: bool = True,
     ) -> Submission:
-        """Take over the answer that began at another instance and goes on here.
+        """Take over the answer that ``ticket`` names, which goes on here; wait some seconds for its arrival.
 
-        Raises ``ApiError`` if there is none.
+        ``plans``: exactly one. Raises ``ApiError``: 400 for several, 404 without such an answer, 503 after ``close``.
         """
         self._check_open()
         if len(plans) != 1 or plans[0].n != 1:
@@ -193,9 +196,10 @@ class EngineClient:
         follows: bool = False,
         keeps_sent: bool = True,
     ) -> Submission:
-        """Continue a session of ``owner`` under the name that its request has now.
+        """Send the saved request ``state`` to the engine, which continues it. Return the answer's submission.
 
-        Raises ``ApiError`` if the name is in use, and after ``close``.
+        ``owner``: name of the key that saved it. Raises ``ApiError``, as for a name that is in use, and after
+        ``close``.
         """
         self._check_open()
         request, arrival = state.running.request, time.monotonic()
@@ -220,11 +224,11 @@ class EngineClient:
         return submission
 
     def release(self, token_ids: bytes, extra_key: str, shared: int = 0) -> None:
-        """Release the stored KV of these tokens (int32) except the first ``shared``."""
+        """Tell the scheduler that stored KV of these tokens (int32), except the first ``shared``, is not needed."""
         self._tokenizer.send(ReleaseReq(token_ids, extra_key, shared))
 
     def end(self, submission: Submission) -> None:
-        """Forget a submission, and abort whatever of it still runs. Its bytes are held until that has ended."""
+        """Forget a submission, and abort its running requests. Its bytes count until the engine has ended these."""
         self.logprobs.drop(submission)
         self.live.remove_names(submission)
         why = CLIENT_GONE if submission.is_abandoned else ERROR
@@ -237,11 +241,11 @@ class EngineClient:
         self.held.give_back(submission.owner, submission.nbytes, self.live.abandon(submission))
 
     def abort(self, rid: str, caller: Caller = ANYBODY) -> AbortCount:
-        """End the running requests that ``caller`` calls ``rid`` (every choice of it)."""
+        """Ask the engine to end all running choices that ``caller`` calls ``rid``, and count them; never wait."""
         return self._abort(self.live.named(rid, caller), ABORTED)
 
     def abort_all(self, caller: Caller = ANYBODY) -> AbortCount:
-        """End every running request, for a caller other than the admin only its own."""
+        """Ask the engine to end all running requests of ``caller``, or of all if it is the admin; count them."""
         if not caller.is_admin:
             return self._abort(self.live.owned(caller), ABORTED)
         running = AbortCount(len(self.live), self.live.count_legs())
@@ -262,7 +266,7 @@ class EngineClient:
     # --- answers ---
 
     async def run(self, receiver: AsyncReceiver[Any]) -> NoReturn:
-        """Receive what the engine sends, for ever. A frame that is not declared is logged and dropped."""
+        """Receive what the engine sends, and never return. A frame that is not declared is logged and dropped."""
         while True:
             try:
                 messages = await receiver.recv()
@@ -272,7 +276,7 @@ class EngineClient:
             self.dispatch(messages)
 
     def dispatch(self, messages: Iterable[ToHttp]) -> None:
-        """Deliver each message to its waiter; drop messages without one."""
+        """Deliver each of ``messages`` to the request or question that waits for it. Drop it if none does."""
         for message in messages:
             if isinstance(message, TextBatch):
                 self._on_text(message)
@@ -294,14 +298,14 @@ class EngineClient:
                 self.questions.on_answer(message)
 
     def drain(self, to: list[tuple[str, int]]) -> None:
-        """Stop the instance as by SIGTERM. The instances at these bootstrap addresses continue what runs."""
+        """Ask the supervisor to drain the instance. Those at the bootstrap addresses ``to`` continue what runs."""
         self._report(StopAsked(to))
 
     def _report(self, message: Drained | StopAsked) -> None:
         self._supervisor.send(message)
 
     def _ended(self, rid: str) -> LiveRequest | None:
-        """Forget a request that the engine has ended; return what waited for it."""
+        """Forget the request of wire id ``rid``, which the engine has ended. Return it, None if its client has gone."""
         self.held.ended(rid)
         return self.live.pop(rid)
 
@@ -337,10 +341,7 @@ class EngineClient:
             self.moved.relay(message, live.choice, live.owner, self._on_text)
 
     def close(self, reason: str, code: str | None = None) -> None:
-        """Fail everything that waits, and all later requests, with a 503.
-
-        ``code``: error code of requests under way.
-        """
+        """Fail all requests and questions, waiting or to come, with a 503. ``code`` is for waiting requests."""
         self._closed = reason
         for owner in self.live.owners():
             owner.fail(ApiError(503, reason, code=code))
@@ -355,7 +356,7 @@ def _as_api_error(error: ReqError, live: LiveRequest) -> ApiError:
 
 
 def _check_batch(plans: Sequence[PromptPlan], most: int | None) -> None:
-    """Raise ``ApiError`` 413 for a batch with more answers than may ever be queued and running."""
+    """Raise ``ApiError`` 413 if ``plans`` ask for more than ``most`` answers together. None: no limit."""
     answers = sum(plan.n for plan in plans)
     if most is not None and answers > most:
         text = f"the batch asks for {answers} answers, and {most} may be queued or running at a time"
@@ -363,7 +364,7 @@ def _check_batch(plans: Sequence[PromptPlan], most: int | None) -> None:
 
 
 def _with_request(state: SessionState, **fields: Any) -> SessionState:
-    """Return a session with other fields of its request."""
+    """Return a copy of ``state`` with these ``fields`` of its request replaced."""
     request = msgspec.structs.replace(state.running.request, **fields)
     return msgspec.structs.replace(state, running=msgspec.structs.replace(state.running, request=request))
 

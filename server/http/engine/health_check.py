@@ -46,7 +46,10 @@ class HealthCheck:
         self._last = Verdict(False, "no process has answered yet")
 
     async def verdict(self) -> Verdict:
-        """Return the newest verdict; takes at most ``QUICK_SECONDS``."""
+        """Ping the instance's processes, unless a ping is under way or just came back, and return the newest verdict.
+
+        Wait at most ``QUICK_SECONDS`` for the ping. The verdict of the ping before counts until then.
+        """
         asking = self._asking
         if asking is None or (asking.done() and time.monotonic() - self._answered_at >= CACHE_SECONDS):
             asking = self._asking = asyncio.create_task(self._ask())

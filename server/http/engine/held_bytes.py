@@ -52,18 +52,24 @@ class HeldBytes:
             )
 
     def take(self, key: str, nbytes: int) -> None:
-        """Count ``nbytes`` for ``key``."""
+        """Count ``nbytes`` of prompts as held for ``key``, without a check."""
         self._shares.take(key, nbytes)
 
     def give_back(self, key: str, nbytes: int, running: Sequence[str]) -> None:
-        """Give back what ``take`` counted as soon as the engine has ended the requests ``running`` (wire ids)."""
+        """Give back ``nbytes`` that ``take`` counted, once the engine has ended all requests ``running`` (wire ids).
+
+        If there are none, give them back at once.
+        """
         if not running:
             self._shares.give_back(key, nbytes)
             return
         self._abandoned.update(dict.fromkeys(running, _Abandoned(key, nbytes, len(running))))
 
     def ended(self, rid: str) -> None:
-        """Note that the engine has ended a request."""
+        """Note that the engine has ended the request of wire id ``rid``.
+
+        If it is the last one of a submission passed to ``give_back``, give back that submission's bytes.
+        """
         abandoned = self._abandoned.pop(rid, None)
         if abandoned is None:
             return

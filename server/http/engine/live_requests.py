@@ -35,11 +35,11 @@ class LiveRequests:
         return len(self._by_wire_rid)
 
     def __contains__(self, wire_rid: str) -> bool:
-        """Return whether the engine has not ended this request."""
+        """Return whether this request is live: sent, and not ended by the engine. Requests without a client count."""
         return wire_rid in self._by_wire_rid
 
     def get(self, wire_rid: str) -> LiveRequest | None:
-        """Return a request; None if it is abandoned or unknown."""
+        """Return the live request with this wire id; None if its client has gone or the id is unknown."""
         return self._by_wire_rid.get(wire_rid)
 
     def owners(self) -> set[Submission]:
@@ -60,11 +60,14 @@ class LiveRequests:
         return (caller.name, name) in self._names
 
     def named(self, name: str, caller: Caller) -> list[Choice]:
-        """Return the choices that ``caller`` calls ``name``."""
+        """Return the choices that ``caller`` calls ``name``, also finished ones of a submission that is not over.
+
+        The admin means those of every caller.
+        """
         return self._names.find(caller, name)
 
     def owned(self, caller: Caller) -> list[Choice]:
-        """Return every choice of ``caller``."""
+        """Return every choice in the submissions of ``caller`` that are not over, finished choices included."""
         return self._names.owned(caller)
 
     def running(self, name: str, caller: Caller = ANYBODY) -> list[str]:
@@ -72,7 +75,10 @@ class LiveRequests:
         return [choice.wire_rid for choice in self.still_running(self.named(name, caller))]
 
     def known(self, name: str, caller: Caller = ANYBODY) -> list[str]:
-        """Return the wire ids of the running requests that ``caller`` calls ``name``, else of those that ended last."""
+        """Return the wire ids of the running requests that ``caller`` calls ``name``.
+
+        If none runs, return those of the last submission with that name that ended lately; [] if there is none.
+        """
         return self.running(name, caller) or self._names.find_ended(caller, name)
 
     def still_running(self, choices: Iterable[Choice]) -> list[Choice]:
@@ -93,12 +99,15 @@ class LiveRequests:
     # --- changes ---
 
     def add(self, submission: Submission, named: Mapping[str, list[Choice]]) -> None:
-        """Add a submission that was sent, and its names."""
+        """Add the requests of a submission that was sent.
+
+        ``named``: its choices by each name that its owner has for them.
+        """
         self.add_names(submission.owner, named)
         self._by_wire_rid.update((choice.wire_rid, LiveRequest(choice, submission)) for choice in submission.choices)
 
     def add_names(self, owner: str, named: Mapping[str, list[Choice]]) -> None:
-        """Add names of choices; none of the names may be in use."""
+        """Add names that ``owner`` (an API key's name) has for choices. None of them may be in use by that owner."""
         self._names.add(owner, named)
 
     def add_arrived(self, submission: Submission) -> None:
@@ -107,15 +116,18 @@ class LiveRequests:
         self._by_wire_rid[choice.wire_rid] = LiveRequest(choice, submission)
 
     def remove_names(self, submission: Submission) -> None:
-        """Remove the names of a submission that is over."""
+        """Remove the names of a submission that is over. ``known`` still finds the last few of them."""
         self._names.remove(submission.owner, submission.names)
 
     def abandon(self, submission: Submission) -> list[str]:
-        """Leave the rest of a submission without an owner. Return the wire ids that the engine has not ended."""
+        """Forget that ``submission`` waits for its choices. Return the wire ids of those that the engine has not ended.
+
+        These ids stay in use until it has ended them.
+        """
         left = [choice.wire_rid for choice in submission.choices if choice.wire_rid in self._by_wire_rid]
         self._by_wire_rid.update(dict.fromkeys(left))
         return left
 
     def pop(self, wire_rid: str) -> LiveRequest | None:
-        """Forget a request that the engine has ended, and return it."""
+        """Forget a request that the engine has ended, and return it; None if its client has gone or it is unknown."""
         return self._by_wire_rid.pop(wire_rid, None)

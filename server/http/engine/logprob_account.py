@@ -36,8 +36,9 @@ class LogprobAccount:
         """Log-probabilities of all holders that have not been dropped."""
 
     def add(self, holder: Holder, count: int) -> None:
-        """Add ``count`` to ``holder``. Fail it if it has too many, and the largest holder if all together have too
-        many.
+        """Add ``count`` log-probabilities to ``holder``. Fail it with a 413 if it exceeds the limit of one holder.
+
+        If all living holders exceed the total limit, fail those that have the most with a 429, until the rest fits.
         """
         self._holders.add(holder)
         holder.logprobs += count
@@ -62,7 +63,7 @@ class LogprobAccount:
         return sum(holder.logprobs for holder in self._holders if not holder.is_failed)
 
     def drop(self, holder: Holder) -> None:
-        """Forget ``holder`` and its log-probabilities."""
+        """Forget ``holder``, so that its log-probabilities no longer count. Do nothing if it is unknown."""
         if holder in self._holders:
             self._holders.discard(holder)
             self.held -= holder.logprobs

@@ -62,7 +62,7 @@ _ERROR = msgspec.json.Decoder(_ErrorAnswer)
 
 
 def _as_api_error(error: _Error) -> ApiError:
-    """Convert the peer's error for this instance's own clients."""
+    """Convert an error object of the peer to an ``ApiError``. A status outside 400 to 599 becomes 502."""
     status = error.status if 400 <= error.status <= 599 else 502
     return ApiError(status, error.message, param=error.param, kind=error.type, code=error.code)
 
@@ -82,7 +82,7 @@ class RecognizesKeys(Protocol):
     """Interface to ``AnswerKeys``."""
 
     def is_genuine(self, key: str) -> bool:
-        """Return whether the key may belong to an answer that is yet to come."""
+        """Return whether a process of this instance made ``key``, so that its answer may be yet to come."""
 
 
 class MovedAnswers:
@@ -107,7 +107,10 @@ class MovedAnswers:
     # --- answers that go on here ---
 
     def park(self, arrived: ReqArrived, give_up: Callable[[Submission], None]) -> Submission:
-        """Keep an answer until its key is presented. Calls ``give_up`` if that does not happen in time."""
+        """Keep an answer that arrives from another instance until its client presents the key. Return its submission.
+
+        Call ``give_up`` with the submission if that does not happen within ``UNREAD_SECONDS``.
+        """
         choice = Choice(0, 0, arrived.rid, arrived.rid, arrived.arrival, kind=Kind.STREAM)
         choice.replay = arrived.output_tokens > 0
         submission = ScoredSubmission(self._account, [choice], names=[], streaming=True)
@@ -125,7 +128,12 @@ class MovedAnswers:
         return submission
 
     async def take(self, ticket: Ticket, plan: PromptPlan, *, streaming: bool, keeps_sent: bool = True) -> Submission:
-        """Return the answer of a ticket, without what its client has already received. Raises ``ApiError`` 404."""
+        """Return the submission of the moved answer that ``ticket`` names, and no longer keep it for a client.
+
+        Wait up to ``ARRIVAL_SECONDS`` if the answer has not arrived. By the ticket, its deltas leave out what the
+        client has received. ``plan`` gives its name, and whether output is wanted. Raises ``ApiError`` 404 if there is
+        no such answer.
+        """
         if ticket.key not in self._parked and self._keys.is_genuine(ticket.key):
             awaited = self._awaited.setdefault(ticket.key, asyncio.Event())
             with suppress(TimeoutError):
@@ -146,7 +154,11 @@ class MovedAnswers:
     # --- answers that go on elsewhere ---
 
     def relay(self, moved: ReqMoved, choice: Choice, owner: Submission, on_text: OnText) -> None:
-        """Read the rest of ``choice`` at the other instance, for a client that can't follow."""
+        """Start a task that reads the rest of ``choice`` at another instance, for a client that can't follow.
+
+        ``moved`` names that instance. ``on_text`` is called with each new output. ``owner`` fails if the answer can't
+        be read to its end.
+        """
         sent = (choice.chars, choice.completion_tokens, choice.opened)
         ticket = Ticket(moved.epoch, moved.host, moved.port, moved.key, *sent, choice.rid, 0)
         self._away.add(moved.rid)
@@ -192,7 +204,7 @@ class MovedAnswers:
         on_text(TextBatch([item]))
 
     def abort(self, choices: Iterable[Choice], reason: str) -> None:
-        """End those of ``choices`` that go on elsewhere; their clients get an aborted finish."""
+        """Stop reading those of ``choices`` that go on at other instances. End each with an abort for ``reason``."""
         for choice in choices:
             relay = self._relays.pop(choice.wire_rid, None)
             if relay is not None:
@@ -205,7 +217,7 @@ class MovedAnswers:
         return rid in self._away
 
     def leave(self, rid: str) -> bool:
-        """Stop relaying an answer. Return whether it goes on elsewhere, or did."""
+        """Stop relaying the answer of the request ``rid``, and forget that it has moved. Return whether it had."""
         relay = self._relays.pop(rid, None)
         if relay is not None:
             relay.task.cancel()
@@ -214,7 +226,7 @@ class MovedAnswers:
         return was_away
 
     def abort_all(self, reason: str) -> None:
-        """End all answers that go on elsewhere."""
+        """Stop reading all answers that go on at other instances. End each with an abort for ``reason``."""
         self.abort([relay.choice for relay in self._relays.values()], reason)
 
     def when_quiet(self, call: Callable[[], None]) -> None:

@@ -93,8 +93,10 @@ def sampling_params(
 ) -> SamplingParams:
     """Convert ``fields`` to the engine's parameters, with the model's ``defaults`` for those that the client left out.
 
-    ``grammar``: what the output must match, in place of the fields' own. A seed is drawn if the client gives none, or
-    -1. Of any other seed, also a negative one, the low 63 bits count.
+    ``max_new``, ``min_new``: limits of the output in tokens. A ``max_new`` of 0 becomes 1, as the engine always
+    computes a token. ``marks``: what the detokenizer needs to know of the answer's format. ``grammar``: what the output
+    must match, in place of the fields' own. A seed is drawn if the client gives none, or -1. Of any other seed, also a
+    negative one, the low 63 bits count.
     """
     left_out = {name: value for name, value in defaults.given.items() if name not in fields.model_fields_set}
     if left_out:
@@ -116,7 +118,10 @@ def sampling_params(
 
 
 def make_prompts(field: str, texts: Sequence[str] | None, id_lists: Sequence[list[int]] | None) -> list[Prompt]:
-    """Make prompts from a non-empty batch. Raises ``ApiError`` if one is empty. ``field`` names them in errors."""
+    """Make a ``Prompt`` of each text and each list of token ids.
+
+    Raises ``ApiError`` 400 if there is none or one is empty. ``field``: their name in the client's body, for errors.
+    """
     prompts = [Prompt(text=t) for t in texts or ()] + [Prompt(input_ids=ids) for ids in id_lists or ()]
     if not prompts:
         raise bad_request(field, "is empty; give at least one prompt")
@@ -130,10 +135,12 @@ def make_prompts(field: str, texts: Sequence[str] | None, id_lists: Sequence[lis
 def name_requests(
     fields: RequestFields, counts: Sequence[int], batch: bool, gate: BootstrapGate, default_key: str | None = None
 ) -> list[Naming]:
-    """Return the naming of each prompt of a body; prompt ``i`` has ``counts[i]`` choices. Raises ``ApiError``.
+    """Return id, bootstrap address and cache namespace of each prompt. Prompt ``i`` has ``counts[i]`` choices.
 
-    A scalar ``bootstrap_room`` names the first choice of a batch; the others count on from it, modulo 2^63. So both
-    instances of a pair, which get the same body, agree.
+    ``batch``: whether the body has a list of prompts. ``default_key``: namespace of prompts without one. A scalar
+    ``bootstrap_room`` names the first choice of a batch; the others count on from it, modulo 2^63. So both instances of
+    a pair, which get the same body, agree. Refused addresses raise nothing: the ``Bootstrap`` says why. Raises
+    ``ApiError`` 400.
     """
     if sum(counts) > MAX_CHOICES:
         raise bad_request("n", f"{sum(counts)} answers in one request, the limit is {MAX_CHOICES}; split the batch")
@@ -164,7 +171,10 @@ def name_requests(
 
 
 def per_prompt(field: str, value: Any, size: int, batch: bool) -> list[Any]:
-    """Return ``value`` for each of ``size`` prompts: split a list, repeat anything else. Raises ``ApiError``."""
+    """Return ``value`` for each of ``size`` prompts: split a list, repeat anything else.
+
+    Raises ``ApiError`` 400 for a list of another length, or if the prompts are no ``batch``.
+    """
     if not isinstance(value, list):
         return [value] * size
     if not batch:

@@ -37,7 +37,7 @@ class QuestionClient:
         self._closed: str | None = None
 
     async def ask(self, question: Question[A], seconds: float) -> A:
-        """Send a question and return its answer.
+        """Send a question to the scheduler or the tokenizer, wait for its answer, and return it.
 
         Raises ``QuestionRefused``, ``NoAnswer`` after ``seconds`` without an answer, and ``ApiError`` 503 after
         ``close``.
@@ -61,7 +61,11 @@ class QuestionClient:
         return answer
 
     async def limits(self, seconds: float) -> Limits:
-        """Return the model's limits; ask the tokenizer until they are known. Raises as ``ask`` does."""
+        """Return the model's context length and vocabulary size.
+
+        The tokenizer is asked only until it has answered once. Raises as ``ask`` does, after ``seconds`` without an
+        answer.
+        """
         self._check_open()
         if self._limits is None:
             self._limits = await self.ask(LimitsReq(), seconds)

@@ -47,28 +47,28 @@ class _Turns:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all turns are free."""
+        """Whether no question has one of the turns."""
         return self._free == self._at_once
 
     def take(self) -> bool:
-        """Take a turn if one is free; return whether it was."""
+        """Take a turn, the right to be at the tokenizer, if one is free. Return whether one was; never wait."""
         if self._free:
             self._free -= 1
             return True
         return False
 
     def wait(self, key: str) -> asyncio.Future[None]:
-        """Return a future that is done when a turn of ``key`` has come."""
+        """Queue a question of ``key`` for a turn. Return a future that is done when the question has the turn."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(key, turn)
         return turn
 
     def withdraw(self, key: str, turn: asyncio.Future[None]) -> None:
-        """Give up a turn that is waited for."""
+        """Remove a question of ``key`` from the queue. ``turn``: its future from ``wait``, which is not done."""
         self._waiting.remove(key, turn)
 
     def give_back(self) -> None:
-        """End a turn: the next question has it."""
+        """End a turn: pass it to the next question that waits, keys in rotation, or free it if none waits."""
         if self._waiting:
             self._waiting.pop().set_result(None)
         else:
@@ -97,11 +97,11 @@ class QuestionQueue:
         return self._work.held
 
     async def ask(self, request: Request, work: int, ask: Callable[[], Awaitable[A]], *, has_chat: bool = False) -> A:
-        """Return what ``ask`` returns, called when it is this question's turn. The body must have been read.
+        """Wait for this question's turn, call ``ask``, and return its result.
 
-        ``has_chat``: whether it is about a conversation.
-
-        Raises ``ApiError`` 429 if too many questions wait, ``ClientDisconnect`` if the client goes before its turn.
+        The body of ``request`` must have been read. ``work``: characters or token ids of the question. ``has_chat``:
+        whether it is about a conversation. Raises ``ApiError`` 429 if too many questions wait, ``ClientDisconnect`` if
+        the client goes before its turn.
         """
         key = Caller.of(request.scope).name
         turns = self._short if work <= SHORT else self._long
@@ -142,7 +142,10 @@ class QuestionQueue:
 
     @staticmethod
     def _check(shares: KeyShares, key: str, amount: int, what: str) -> None:
-        """Raise ``ApiError`` 429 if ``key`` may not have ``amount`` more."""
+        """Raise ``ApiError`` 429 if ``key`` may not have ``amount`` more.
+
+        ``what``: what ``shares`` count, for the message.
+        """
         if not shares.has_room(key, amount):
             raise ApiError(
                 429,
@@ -152,6 +155,6 @@ class QuestionQueue:
 
 
 async def _disconnected(request: Request) -> None:
-    """Return when the client has closed its connection."""
+    """Wait until the client closes its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

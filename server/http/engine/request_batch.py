@@ -40,7 +40,7 @@ class RequestBatch:
     nbytes: int = 0
 
     def rename(self) -> None:
-        """Put the choices' current wire rids into the messages."""
+        """Write the choices' wire ids, which have changed, into the messages."""
         rids = (choice.wire_rid for choice in self.choices)
         for request in self.requests:
             request.rid, *request.forks = [next(rids) for _ in request.rids]
@@ -62,7 +62,11 @@ class Asker:
 
 
 async def make_batch(plans: Sequence[PromptPlan], asker: Asker) -> RequestBatch:
-    """Make the messages for ``plans``. Raises ``ApiError`` 413 if they are longer than the limit."""
+    """Make the messages and choices for ``plans``, without sending them.
+
+    The event loop runs after every few hundred choices. Raises ``ApiError`` 413 if the messages are longer than the
+    limit of ``asker``.
+    """
     batch, arrival = RequestBatch(), time.monotonic()
     slice_end = SLICE_CHOICES
     for prompt_index, plan in enumerate(plans):

@@ -64,7 +64,11 @@ class RequestMetrics:
         self.leg_push = Histogram(LONG_SECONDS)
 
     def on_text(self, choice: Choice, item: ReqText, now: float) -> None:
-        """Count ``item``, which is about to be added to ``choice``. ``now``: ``time.monotonic()``."""
+        """Count the tokens of ``item`` and their latencies, and the end of the request if it ends with ``item``.
+
+        Call this before ``item`` is added to ``choice``, of which it sets the times of the first and the last token.
+        ``now``: ``time.monotonic()``.
+        """
         if choice.last_token_at and item.finish is None:
             # The usual case, one more token of a stream. The general code below would do the same.
             if count := len(item.token_ids):
@@ -130,13 +134,16 @@ class RequestMetrics:
         self.leg_push.observe(meta.timing.push_ms / MS)
 
     def on_error(self, choice: Choice, error: ReqError) -> None:
-        """Count a request that the engine failed."""
+        """Count the request of ``choice`` as failed, and the engine's ``error``, which ended it, by type."""
         choice.goes_by(error.route)
         self.errors[error.kind] += 1
         self.dropped(choice, ERROR)
 
     def dropped(self, choice: Choice, why: str) -> None:
-        """Count a request that ended without an answer of the engine: ``ERROR``, ``CLIENT_GONE`` or ``MOVED``."""
+        """Count a request that ended without a finish of the engine. ``why``: ``ERROR``, ``CLIENT_GONE`` or ``MOVED``.
+
+        A prefill's leg counts among the legs, not among the requests.
+        """
         (self.legs if choice.kind is Kind.LEG else self.finished)[why] += 1
 
 

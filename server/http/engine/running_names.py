@@ -41,7 +41,11 @@ class RunningNames:
         return name in self._choices
 
     def add(self, owner: str, named: Mapping[str, list[Choice]]) -> None:
-        """Add the names of choices that run now; none of the names may be in use."""
+        """Add names that ``owner`` (an API key's name) has for running choices.
+
+        None of them may be in use by that owner. If a new choice has the wire id of an ended one, the ended one is
+        forgotten.
+        """
         self._choices.update(((owner, name), choices) for name, choices in named.items())
         for choices in named.values():
             for choice in choices:
@@ -50,7 +54,10 @@ class RunningNames:
                     ended.still_its_own.discard(choice.wire_rid)
 
     def remove(self, owner: str, names: Iterable[str]) -> None:
-        """Remove the names of a submission that no longer runs."""
+        """Remove the names of a submission that no longer runs.
+
+        ``find_ended`` finds those of the last ``MAX_ENDED`` submissions.
+        """
         removed = {name: [choice.wire_rid for choice in self._choices.pop((owner, name))] for name in names}
         ended = _Ended(owner, removed, {wire_rid for wire_rids in removed.values() for wire_rid in wire_rids})
         self._ended.append(ended)
@@ -69,7 +76,10 @@ class RunningNames:
         return [choice for (_, known), choices in self._choices.items() if known == name for choice in choices]
 
     def find_ended(self, caller: Caller, name: str) -> list[str]:
-        """Return the wire ids of the last ended choices that ``caller`` called ``name``."""
+        """Return wire ids of the choices that ``caller`` called ``name``, in the last ended submission with that name.
+
+        Ids that other requests have now are left out. The admin means the submissions of every caller.
+        """
         for ended in reversed(self._ended):
             if name in ended.names and (caller.is_admin or ended.owner == caller.name):
                 return [wire_rid for wire_rid in ended.names[name] if wire_rid in ended.still_its_own]

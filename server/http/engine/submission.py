@@ -85,19 +85,26 @@ class Choice:
         return self.finished_at - self.arrival
 
     def goes_by(self, route: str) -> None:
-        """Set the kind from the scheduler's ``route``, which may differ from what the instance's mode suggested."""
+        """Make the choice a prefill's leg if ``route`` is "outgoing", else change nothing.
+
+        The scheduler's route may differ from what the instance's mode suggested.
+        """
         if route == "outgoing":
             self.kind = Kind.LEG
 
     @property
     def text(self) -> str:
-        """Return the text that is kept: all of it for a whole answer."""
+        """Return the output text that is kept: all of it or, if ``keeps_sent`` is False, what no delta has returned."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     def add(self, item: ReqText, now: float) -> None:
-        """Add what the engine sent, except log-probabilities."""
+        """Add text, tokens, finish and other facts of ``item``, but not its log-probabilities.
+
+        Text and tokens are dropped if ``keep_output`` is False. ``now``: ``time.monotonic()``, the time of the end if
+        it ends.
+        """
         if self.keep_output:
             if item.text:
                 self._pieces.append(item.text)
@@ -117,12 +124,12 @@ class Choice:
             self.finished_at = now
 
     def add_logprobs(self, entries: list[NamedLogprob]) -> None:
-        """Add the log-probabilities of new tokens."""
+        """Add the log-probabilities of new tokens; do nothing if ``keep_output`` is False."""
         if self.keep_output:
             self.logprobs += entries
 
     def take(self) -> Delta:
-        """Return what is new since the last call."""
+        """Return the output that is new since the last call. Unless ``keeps_sent``, it is no longer kept here."""
         text, token_ids, logprobs = self.text, self.token_ids, self.logprobs
         # A moved answer: the other instance may have sent more than has arrived here yet.
         first_char = max(0, self.sent_chars - (self.chars - len(text)))
@@ -203,7 +210,7 @@ class Submission:
 
     @property
     def is_moved(self) -> bool:
-        """Whether the client reads the rest of the answer elsewhere."""
+        """Whether the answer has ended here because its client reads the rest at another instance."""
         return isinstance(self._failure, AnswerMoved)
 
     @property
@@ -212,7 +219,10 @@ class Submission:
         return not self._running
 
     def update(self, choice: Choice, item: ReqText, now: float) -> None:
-        """Add ``item``, which arrived for ``choice``, and wake the waiter."""
+        """Add ``item``, which arrived for ``choice``. Wake the waiter if it streams, or if all choices have finished.
+
+        ``now``: ``time.monotonic()``.
+        """
         choice.add(item, now)
         self._running -= item.finish is not None
         if self._streaming:
@@ -230,23 +240,28 @@ class Submission:
         self._wakeup.set()
 
     def close(self) -> None:
-        """End the use of this submission. Breaks the reference cycle between the failure and the frames that waited."""
+        """Break the reference cycle between the failure, if any, and the frames that waited, to free their memory.
+
+        Call this when the submission is no longer used.
+        """
         if self._failure is not None:
             without_frames(self._failure)
 
     def tick(self) -> None:
-        """Make ``deltas`` return nothing if no output came since the last call. Called at intervals."""
+        """Make a waiting ``deltas`` return [], for a keep-alive, if it has returned no output since the last ``tick``.
+
+        Called at intervals.
+        """
         if self._quiet:
             self._ticked = True
             self._wakeup.set()
         self._quiet = True
 
     async def deltas(self) -> list[Delta]:
-        """Return what changed since the last call; nothing if only a ``tick`` came. Raises ``ApiError`` or
-        ``ClientGone``.
+        """Wait for new output, and return what is new of each choice since the last call; [] if only a ``tick`` came.
 
-        Before the first delta an error wins, as it can still become the status. Later, text that came before the error
-        does.
+        Raises the failure: ``ApiError``, ``ClientGone`` or ``AnswerMoved``. Before the first return, an error wins over
+        text, as it can still become the status. Later, text that came before the error is returned first.
         """
         while not self._changed or (self._failure is not None and not self._has_returned) or self.is_abandoned:
             if self._ticked and self._failure is None:
@@ -259,7 +274,10 @@ class Submission:
         return deltas
 
     async def finished(self) -> list[Choice]:
-        """Return every choice once all have finished. Raises ``ApiError``, ``ClientGone`` or ``AnswerMoved``."""
+        """Wait until every choice has finished, and return all of them.
+
+        Raises ``ApiError``, ``ClientGone`` or ``AnswerMoved``.
+        """
         while self._running or self._failure is not None:
             await self._wait()
         return self.choices
@@ -279,7 +297,10 @@ class ScoredSubmission(Submission):
         self._account = account
 
     def update(self, choice: Choice, item: ReqText, now: float) -> None:
-        """Add ``item`` with its log-probabilities, count those that are kept, and wake the waiter."""
+        """Add ``item`` with its log-probabilities, and count those that are kept.
+
+        Wake the waiter as the base class does. A count above a limit fails this submission, or the largest one.
+        """
         entries = item.logprobs or []
         choice.add_logprobs(entries)
         kept = [*entries] if choice.keeps_sent else []
@@ -292,5 +313,8 @@ class ScoredSubmission(Submission):
 def make_submission(
     account: LogprobAccount, asked: Iterable[LogprobOptions | None], choices: list[Choice], **fields: Any
 ) -> Submission:
-    """Make a submission. It reads and counts log-probabilities only if one of ``asked`` wants them."""
+    """Make a submission for ``choices``. ``asked``: log-probabilities wanted for each prompt, None for none.
+
+    It counts log-probabilities in ``account`` only if any are wanted. ``fields``: further arguments of ``Submission``.
+    """
     return ScoredSubmission(account, choices, **fields) if any(asked) else Submission(choices, **fields)

@@ -45,11 +45,10 @@ class Aborted(AnswerBody):
 
 @endpoint(Aborted, body=AbortBody)
 async def abort_request(request: Request) -> Response:
-    """End one running request, or all.
+    """End one running request, or all of them, and answer how many; the answer of each is cut short.
 
-    A request that is not running is no error. Each still gets its answer, cut short.
-
-    A caller other than the admin ends requests with its own key; without a key, a request of which it knows the name.
+    A request that is not running is no error. The admin ends requests of all callers, other callers those with their
+    own key. Where the server asks for no key, a caller can only end a request by its name.
     """
     engine, caller = HttpState.of(request).engine, Caller.of(request.scope)
     body = await parse_body(request, AbortBody)

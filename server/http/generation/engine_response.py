@@ -52,7 +52,7 @@ class Renderer(Protocol):
 
     @property
     def field_names(self) -> Mapping[str, str]:
-        """Return the API's names of the engine's fields that it calls differently."""
+        """Return the API's names of the engine's fields that it calls differently, by the engine's names."""
 
     @property
     def created(self) -> int:
@@ -60,20 +60,20 @@ class Renderer(Protocol):
 
     @property
     def repeats(self) -> bool:
-        """Return whether each event of a stream repeats the output so far."""
+        """Return whether each event of a stream repeats the output so far, so that all of it must be kept."""
 
     def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return the plain answer, JSON-ready."""
+        """Return the whole answer without a stream, JSON-ready, once all ``choices`` have finished."""
 
     def events(self, delta: Delta) -> bytes:
-        """Return the events for what is new of a choice; may be empty."""
+        """Return the encoded events for what is new of a choice; may be empty."""
 
     def last_events(self, choices: list[Choice]) -> bytes:
-        """Return the events between the last choice's end and ``StreamFormat.last_event``; may be empty."""
+        """Return the encoded events between the last choice's end and ``StreamFormat.last_event``; may be empty."""
 
 
 def event(content: Any) -> bytes:
-    """Encode one server-sent event."""
+    """Encode one server-sent event, with ``content`` as JSON in its data."""
     return DATA_PREFIX + orjson.dumps(content) + EVENT_END
 
 
@@ -97,7 +97,7 @@ def summary(submission: Submission) -> dict[str, Any]:
 
 
 def choice_end(choice: Choice) -> str:
-    """Return why a choice ended, in the words of metrics and the access log."""
+    """Return why a choice ended, in the words of metrics and the access log: ``ERROR`` if it did not finish."""
     if choice.finish is None:
         return ERROR
     handed_over = choice.kind is Kind.LEG and choice.finish.type is FinishType.LENGTH
@@ -106,7 +106,10 @@ def choice_end(choice: Choice) -> str:
 
 @asynccontextmanager
 async def watch_disconnect(receive: Receive, submission: Submission) -> AsyncIterator[None]:
-    """Fail ``submission`` with ``ClientGone`` when the client closes its connection. The body must have been read."""
+    """Fail ``submission`` with ``ClientGone`` if the client closes its connection before the end of the ``with`` block.
+
+    The body must have been read.
+    """
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -162,7 +165,10 @@ class EngineResponse(Response):
         self._keeps_sent = not stream or renderer.repeats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer. Raises ``ApiError`` while nothing has been sent; a later error is sent as an event."""
+        """Submit the plans to the engine and send the answer. Whatever ends this call also aborts what still runs.
+
+        Raises ``ApiError`` while nothing has been sent; a later error is sent as an event.
+        """
         record = AccessRecord.of(scope)
         # Without an answer here, a client can't write names of its choice into the log.
         if header(scope["headers"], TICKET) is None:
@@ -186,7 +192,7 @@ class EngineResponse(Response):
             submission.close()
 
     async def _submission(self, scope: Scope) -> Submission:
-        """Submit the plans, or take over the rest of an answer that began at another instance."""
+        """Submit the plans, or take over the moved answer that the request's ticket names. Raises ``ApiError``."""
         caller, ticket, follows = Caller.of(scope), ticket_of(scope), can_follow(scope)
         # Don't keep the prompts: they may be megabytes, and the answer may take an hour.
         plans, self._plans = self._plans, ()
@@ -216,7 +222,7 @@ class EngineResponse(Response):
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _send_ticket(self, submission: Submission, moved: AnswerMoved, send: Send) -> None:
-        """Send a ticket in place of an answer of which nothing has been sent."""
+        """Send a ticket for the instance that ``moved`` names, as the whole response: nothing was sent before."""
         headers = [(b"content-type", MOVED_TYPE)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": self._ticket(submission, moved), "more_body": False})

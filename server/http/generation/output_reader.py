@@ -22,13 +22,13 @@ class OutputReader(Protocol):
 
     @property
     def marks(self) -> OutputMarks | None:
-        """Return what the detokenizer has to know; None: nothing."""
+        """Return what the detokenizer has to know of the answer's format; None: nothing."""
 
     def read(self, delta: Delta) -> Sequence[OutputEvent]:
-        """Return what is new of a streamed choice."""
+        """Return the events (text, reasoning, tool calls) that ``delta`` adds to a streamed choice."""
 
     def read_whole(self, choice: Choice) -> Sequence[OutputEvent]:
-        """Return the events of a choice that has finished."""
+        """Return all events (text, reasoning, tool calls) of a choice that has finished."""
 
     def has_calls(self, choice: Choice) -> bool:
         """Return whether a choice has called a tool so far, also where another instance has sent the call."""
@@ -65,7 +65,10 @@ class ParsedReader:
         self._parsers: dict[int, OutputParser] = {}
 
     def read(self, delta: Delta) -> Sequence[OutputEvent]:
-        """Feed the delta to the choice's parser and return the events that it decides."""
+        """Parse what is new of a choice, and return the events that are certain by now; the last delta brings the rest.
+
+        Text that another instance has sent is parsed, but its events are not returned.
+        """
         choice = delta.choice
         parser = self._parsers.get(choice.index)
         if parser is None:
@@ -79,7 +82,10 @@ class ParsedReader:
         return events
 
     def read_whole(self, choice: Choice) -> Sequence[OutputEvent]:
-        """Parse the text of a finished choice at once. A new parser replaces that of its deltas."""
+        """Parse the whole text of a finished choice, and return all its events.
+
+        A new parser replaces that of its deltas.
+        """
         parser = self._parsers[choice.index] = self._parser(choice)
         finish = choice.finish
         return [*parser.feed(choice.text), *parser.end(is_cut=finish is not None and is_cut(finish))]

@@ -17,11 +17,11 @@ B = TypeVar("B", bound=RequestFields)
 
 
 def named(request: Request, body: B) -> B:
-    """Return ``body`` with a ``rid``: its own, else the path's prefix and ``x-request-id``.
+    """Return ``body`` with a ``rid``: its own, else that of a moved answer's ticket, else the HTTP request's id.
 
-    An answer that goes on here keeps the name that it has from its first instance. A ``rid`` in use is the client's
-    error. An ``x-request-id`` may be in use because of a retry: then eight digits are appended. Submit before anything
-    is awaited, or the name may be taken meanwhile.
+    That id is the path's prefix and ``x-request-id``. A retry may use it again while it is in use: then eight digits
+    are appended. A ``rid`` of the body is not checked here. Submit before anything is awaited, or the name may be taken
+    meanwhile.
     """
     if body.rid is not None:
         return body

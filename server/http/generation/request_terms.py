@@ -20,7 +20,10 @@ B = TypeVar("B", bound=RequestFields)
 
 
 def timed(request: Request, body: B) -> B:
-    """Return ``body`` with the seconds of the header ``x-request-timeout`` as its limit, if its own is not lower."""
+    """Return ``body`` with the seconds of the header ``x-request-timeout`` as its time limit, if its own is not lower.
+
+    Raises ``ApiError`` 400 for a header that is no valid number.
+    """
     header = request.headers.get(TIMEOUT_HEADER)
     if header is None:
         return body
@@ -34,7 +37,10 @@ def timed(request: Request, body: B) -> B:
 
 
 def terms_of(body: RequestFields, options: ServerOptions) -> Terms:
-    """Return the terms of every prompt of ``body``. Raises ``ApiError`` if a priority would have no effect."""
+    """Return priority, time limit and user of ``body``, which hold for each of its prompts.
+
+    Raises ``ApiError`` 400 for a priority that the server would ignore.
+    """
     if body.priority and not options.uses_priorities:
         raise bad_request(
             "priority", "this server does not go by priorities; start it with --enable-priority-scheduling, or leave it"

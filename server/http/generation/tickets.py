@@ -22,5 +22,5 @@ def ticket_of(scope: Scope) -> Ticket | None:
 
 
 def can_follow(scope: Scope) -> bool:
-    """Return whether the client can read the rest elsewhere when told to."""
+    """Return whether a header says that the client can read the rest of its answer at another instance when told to."""
     return header(scope["headers"], FOLLOW) is not None

@@ -23,9 +23,10 @@ SUMS = ("tokenize_ms", "queue_ms", "prefill_ms", "transfer_ms")
 
 
 def timing(spent: Timing, seconds: float) -> dict[str, Any]:
-    """Return the times in milliseconds, and the bytes of the hand-over.
+    """Return the ``timing`` object of an answer: times in milliseconds, by phase, and the bytes of a hand-over.
 
-    ``seconds``: from the request's arrival to its end, as the HTTP process saw it.
+    ``spent``: what the instance's processes measured. ``seconds``: from the request's arrival to its end, as the HTTP
+    process saw it.
     """
     counted = sum(one.ms for one in spent.phases)
     # A moved request's phases come from another host and include message delays: they may sum to a little more.

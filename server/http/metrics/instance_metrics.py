@@ -36,7 +36,10 @@ class InstanceMetrics:
         self._hit_rate = Growth(base=0.0, least=1.0)
 
     def families(self) -> Iterable[Metric]:
-        """Return all families, the aliases last."""
+        """Return the families of one scrape: this process's, those of the scheduler's last report, and aliases.
+
+        Aliases are for the dashboards of other servers, if the options ask for them.
+        """
         scheduler = self.engine.scheduler_metrics
         families = [*read(METRICS, self), *read(request_metrics.METRICS, self.engine.metrics)]
         families += scheduler.families if scheduler is not None else []
@@ -47,11 +50,17 @@ class InstanceMetrics:
         return [*own, *aliased([*own, *exposed(read(BETWEEN_SCRAPES, self), {})], self._aliases, labels)]
 
     def throughput(self) -> float:
-        """Return the output tokens a second since the last scrape."""
+        """Return the output tokens a second since the last call, which is the last scrape.
+
+        A call less than a second later returns the same value.
+        """
         return self._throughput.ratio(self.engine.metrics.generation_tokens, time.monotonic())
 
     def hit_rate(self) -> float | None:
-        """Return the share of prompt tokens that were cached since the last scrape; None before the first report."""
+        """Return the share (0 to 1) of prompt tokens that were cached since the last call, which is the last scrape.
+
+        Return None before the scheduler's first report.
+        """
         if self.engine.scheduler_metrics is None:
             return None
         counts = {family.info.name: family.values for family in self.engine.scheduler_metrics.families}

@@ -92,7 +92,10 @@ class Growth:
         self._ratio = 0.0
 
     def ratio(self, count: float, base: float) -> float:
-        """Return the ratio; ``count`` and ``base`` are the current values."""
+        """Return how much ``count`` has grown for each unit of growth of ``base`` since the last call. Both are totals.
+
+        If ``base`` has grown by less than ``least``, return the ratio of the last call, at first 0.
+        """
         if base - self._base >= self._least:
             self._ratio = (count - self._count) / (base - self._base)
             self._count, self._base = count, base
@@ -100,7 +103,7 @@ class Growth:
 
 
 def aliased(families: Sequence[Metric], aliases: Sequence[Alias], labels: Mapping[str, str]) -> Iterator[Metric]:
-    """Yield the families of ``aliases`` under their names; ``labels`` are added to each sample."""
+    """Yield those of ``families`` that an alias renames, under its name; ``labels`` are added to each sample."""
     by_name = {family.name: family for family in families}
     for alias in aliases:
         family = by_name.get(alias.ours)

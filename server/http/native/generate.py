@@ -64,7 +64,11 @@ def plan_generate(
     defaults: SamplingDefaults = NO_DEFAULTS,
     terms: Terms = NO_TERMS,
 ) -> list[PromptPlan]:
-    """Plan one request to the engine for each prompt. Raises ``ApiError``."""
+    """Make a ``PromptPlan`` for each prompt of the body, without sending anything. Raises ``ApiError`` 400.
+
+    ``batch``: whether the body holds a list of prompts. ``gate``: decides which bootstrap addresses may be followed.
+    ``defaults``: sampling values for what the client left out. ``terms``: priority, time limit and user.
+    """
     if (body.text is None) == (body.input_ids is None):
         raise bad_request("text" if body.text is None else "input_ids", 'give exactly one of "text" and "input_ids"')
     if body.text is not None:
@@ -129,12 +133,12 @@ class NativeRenderer:
 
     @property
     def created(self) -> int:
-        """Return 0: these objects have no time."""
+        """Return 0: answers of ``/generate`` have no creation time."""
         return 0
 
     @property
     def repeats(self) -> bool:
-        """Return whether events hold everything so far."""
+        """Return whether each event of a stream holds the whole output so far, and not only what is new."""
         return not self._incremental
 
     def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
@@ -143,18 +147,22 @@ class NativeRenderer:
         return answers if self._as_list else answers[0]
 
     def events(self, delta: Delta) -> bytes:
-        """Return one event."""
+        """Encode one event: the choice's output so far, or what is new of it if the stream is incremental."""
         content = self._render(delta.choice, delta if self._incremental else None)
         if self._as_list:
             content["index"] = delta.choice.index
         return event(content)
 
     def last_events(self, choices: list[Choice]) -> bytes:
-        """Return nothing: no event follows the last choice's end."""
+        """Return no bytes: no event follows the last choice's end."""
         return b""
 
     def _render(self, choice: Choice, delta: Delta | None) -> dict[str, Any]:
-        """Return everything so far, or what ``delta`` says is new."""
+        """Return the object of ``choice`` with ``text``, ``output_ids`` and ``meta_info``.
+
+        With a ``delta``, it has only the text, tokens and log-probabilities that are new. Without one, it has all so
+        far.
+        """
         meta_info: dict[str, Any] = {
             "id": choice.rid,
             "finish_reason": finish_reason(choice.finish, choice.completion_tokens),
@@ -186,9 +194,9 @@ class NativeRenderer:
 
 
 def by_tier(meta: ReqMeta) -> dict[str, Any]:
-    """Return where cached tokens were found, in SGLang's names: the sum is ``cached_tokens``.
+    """Return how many cached prompt tokens each tier held, in SGLang's names; the sum is ``cached_tokens``.
 
-    ``decode``: where a decode instance found the tokens that were not handed over.
+    ``decode``: tiers in which a decode instance found the tokens that were not handed over.
     """
     assert meta.cached_beyond is not None
     # The counts may come from another instance, and need not be right.
@@ -200,8 +208,9 @@ def by_tier(meta: ReqMeta) -> dict[str, Any]:
 
 
 def finish_reason(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:
-    """Return the reason in SGLang's shape: ``type`` with ``matched`` ("stop"), ``length`` or ``message`` ("abort",
-    "timeout").
+    """Return why an answer ended, in SGLang's shape, or None if it has not ended.
+
+    ``type`` comes with ``matched`` ("stop"), ``length`` in tokens, or ``message`` (any other type).
     """
     if finish is None:
         return None

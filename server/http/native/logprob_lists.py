@@ -23,7 +23,10 @@ class EncodedList:
         self._json = bytearray()
 
     def upto(self, entries: Sequence[NamedLogprob]) -> orjson.Fragment:
-        """Return all of ``entries``, which begin with those of the last call."""
+        """Return all of ``entries`` as a JSON list.
+
+        They begin with those of the last call, and only new ones are encoded.
+        """
         if new := [self._render(entry) for entry in entries[self._count :]]:
             self._json += (b"," if self._count else b"") + orjson.dumps(new)[1:-1]
             self._count = len(entries)
@@ -51,7 +54,10 @@ class LogprobLists:
         self._outputs = self._empty()
 
     def upto(self, prompt: PromptText | None, logprobs: Sequence[NamedLogprob]) -> dict[str, orjson.Fragment]:
-        """Return the lists so far; ``prompt`` and ``logprobs`` begin with those of the last call."""
+        """Return the fields ``input_…_logprobs`` (of the prompt) and ``output_…_logprobs``, as encoded JSON.
+
+        ``prompt`` and ``logprobs`` begin with those of the last call. None: no log-probabilities of the prompt.
+        """
         scored = (prompt.logprobs if prompt is not None else None) or []
         lists = {f"input_{kind}_logprobs": encoded.upto(scored) for kind, encoded in self._inputs.items()}
         return lists | {f"output_{kind}_logprobs": e.upto(logprobs) for kind, e in self._outputs.items()}

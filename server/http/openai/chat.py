@@ -55,7 +55,10 @@ async def chat_completions(request: Request) -> Response:
 
 
 def chat_of(body: ChatBody) -> Conversation:
-    """Return the conversation that the body asks to answer."""
+    """Convert the body's messages, tools and template arguments to the conversation that the chat template renders.
+
+    Tools are left out if ``tool_choice`` is "none".
+    """
     args = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         args.setdefault("reasoning_effort", body.reasoning_effort)
@@ -74,7 +77,7 @@ class ChatCompletionRenderer(EnvelopeRenderer):
     field_names: ClassVar[Mapping[str, str]] = {"text": "messages", "input_ids": "messages", "logprobs": "top_logprobs"}
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
-        """Return a ``chat.completion`` object."""
+        """Return a ``chat.completion`` object, JSON-ready, of all ``choices``, which have finished."""
         rendered = [
             {
                 "index": choice.index,
@@ -88,7 +91,10 @@ class ChatCompletionRenderer(EnvelopeRenderer):
         return {**self._envelope.wrap(KIND, rendered), **self._envelope.prompt_ids(choices[0]), "usage": usage(choices)}
 
     def events(self, delta: Delta) -> bytes:
-        """Return the role first, then what is new; nothing for tokens that show no text yet."""
+        """Encode the chunks for ``delta``: one with the role before a choice's first output, and one with what is new.
+
+        The second one is left out for tokens that show no text yet.
+        """
         choice, opening = delta.choice, b""
         if delta.is_first:
             start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -105,5 +111,5 @@ class ChatCompletionRenderer(EnvelopeRenderer):
         return opening + self._envelope.chunk(CHUNK_KIND, choice, fields)
 
     def last_events(self, choices: list[Choice]) -> bytes:
-        """Return the usage chunk if it was asked for, else nothing."""
+        """Return the encoded usage chunk if the client asked for it, else no bytes."""
         return self._envelope.usage_chunk(CHUNK_KIND, choices)

@@ -54,9 +54,11 @@ def plan_openai(
     marks: OutputMarks | None = None,
     grammar: Grammar | None = None,
 ) -> list[PromptPlan]:
-    """Plan one request to the engine for each prompt. Raises ``ApiError``. ``echo``: the answer repeats the prompt.
+    """Make a ``PromptPlan`` for each of ``prompts``, without sending anything. Raises ``ApiError`` 400.
 
-    ``marks``, ``grammar``: see ``sampling_params``.
+    ``batch``: whether the client gave a list. ``max_tokens``: limit of each answer; 0 asks for no output. ``echo``: the
+    answer repeats the prompt. ``marks``: what the detokenizer needs to know of the answer's format. ``grammar``: what
+    the output must match, in place of the body's own.
     """
     counts = [body.n] * len(prompts)
     defaults, terms = state.model.defaults, terms_of(body, state.options)
@@ -95,8 +97,8 @@ class Envelope:
     def of(body: OpenAIBody, plans: Sequence[PromptPlan], model: ServedModel, ticket: Ticket | None = None) -> Envelope:
         """Make the envelope of one request.
 
-        A batch is named by the client's rid, or by the first prompt's. ``ticket``: of an answer that began at another
-        instance.
+        Its id is the client's ``rid`` or, without a single one, that of the first prompt. ``ticket``: of an answer that
+        began at another instance; it keeps the creation time from there.
         """
         stream_options = body.stream_options
         return Envelope(
@@ -123,7 +125,10 @@ class Envelope:
         return {"prompt_token_ids": choice.prompt.token_ids}
 
     def chunk(self, kind: str, choice: Choice, fields: dict[str, Any], around: dict[str, Any] | None = None) -> bytes:
-        """Encode the event of one choice's chunk; ``around``: more fields beside the choice."""
+        """Encode a chunk of object type ``kind`` as an event. It has one choice, of these ``fields``.
+
+        ``around``: more fields beside the list of choices. Usage so far is included if the client asked for it.
+        """
         content = {**self.wrap(kind, [{"index": choice.index, **fields}]), **(around or {})}
         if self.continuous_usage:
             content["usage"] = usage([choice])
@@ -132,14 +137,17 @@ class Envelope:
         return event(content)
 
     def usage_chunk(self, kind: str, choices: list[Choice]) -> bytes:
-        """Encode the event with the usage and timing of the whole answer; nothing if it was not asked for."""
+        """Encode the event with the usage and timing of the whole answer.
+
+        Return no bytes if the client did not ask for it.
+        """
         if not self.include_usage:
             return b""
         return event({**self.wrap(kind, []), "usage": usage(choices), **timing_of(choices)})
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Count the tokens of ``choices``; a prompt with several choices counts once."""
+    """Return OpenAI's ``usage`` object for ``choices``, in tokens. A prompt with several choices counts once."""
     first_of_prompt = {choice.prompt_index: choice for choice in reversed(choices)}.values()
     prompt_tokens = sum(choice.prompt_tokens or 0 for choice in first_of_prompt)
     completion_tokens = sum(choice.completion_tokens for choice in choices)
@@ -153,7 +161,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def _completion_details(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Count the tokens of reasoning, for answers of a format that has some."""
+    """Return the field with the number of reasoning tokens in all ``choices``, or no field without reasoning."""
     reports = [choice.reasoning for choice in choices if choice.reasoning is not None]
     if not reports:
         return {}
@@ -161,9 +169,11 @@ def _completion_details(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def ending(finish: FinishReason | None, *, has_calls: bool = False) -> dict[str, Any]:
-    """Return how a choice ended, as fields of the choice.
+    """Return how a choice ended, as fields of the choice. ``finish``: None if it has not ended yet.
 
-    - ``finish_reason`` is one of OpenAI's words.
+    ``has_calls``: whether the model has called a tool.
+
+    - ``finish_reason`` is one of OpenAI's words, or null.
     - ``matched_stop`` is SGLang's: the token id or string that matched.
     - ``pdserve_finish`` is there if OpenAI has no word for the end: the true ``type``, and a ``message``.
     """

@@ -48,7 +48,10 @@ async def completions(request: Request) -> Response:
 
 
 def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[Prompt], bool]:
-    """Return the prompts, and whether the client gave a batch. Raises ``ApiError`` if one is empty."""
+    """Return the prompts of the field ``prompt``, and whether it is a batch. Raises ``ApiError`` 400 if one is empty.
+
+    A single list of token ids is one prompt, and no batch.
+    """
     texts: list[str] = []
     id_lists: list[list[int]] = []
     ids: list[int] = []
@@ -70,7 +73,10 @@ class PromptEcho:
         self._texts = [prompt.text for prompt in prompts]
 
     def text(self, choice: Choice) -> str:
-        """Return the text of a choice's prompt. For token ids it comes from the engine, at the first output."""
+        """Return the text of a choice's prompt.
+
+        For token ids it comes from the engine with the first output; "" until then.
+        """
         text = self._texts[choice.prompt_index]
         if text is None and choice.prompt is not None:
             return choice.prompt.text
@@ -78,7 +84,7 @@ class PromptEcho:
 
 
 def no_echo(choice: Choice) -> str:
-    """Return nothing to put before a completion."""
+    """Return an empty string: the answer does not repeat its prompt."""
     return ""
 
 
@@ -92,7 +98,7 @@ class CompletionRenderer(EnvelopeRenderer):
         self._echo = echo
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
-        """Return a ``text_completion`` object."""
+        """Return a ``text_completion`` object, JSON-ready, of all ``choices``, which have finished."""
         rendered = [
             {
                 "index": choice.index,
@@ -107,7 +113,10 @@ class CompletionRenderer(EnvelopeRenderer):
         return {**self._envelope.wrap(KIND, rendered), "usage": usage(choices)}
 
     def events(self, delta: Delta) -> bytes:
-        """Return what is new since the last event; nothing for tokens that show no text yet."""
+        """Encode the chunk with what is new of a choice, its first one after the echoed prompt.
+
+        Return no bytes for tokens that show no text yet.
+        """
         choice = delta.choice
         echo = self._echo(choice) if delta.is_first else ""
         if not (echo or delta.text or delta.logprobs or delta.finish or self._envelope.token_ids):
@@ -122,5 +131,5 @@ class CompletionRenderer(EnvelopeRenderer):
         return self._envelope.chunk(KIND, choice, fields)
 
     def last_events(self, choices: list[Choice]) -> bytes:
-        """Return the usage chunk if it was asked for, else nothing."""
+        """Return the encoded usage chunk if the client asked for it, else no bytes."""
         return self._envelope.usage_chunk(KIND, choices)

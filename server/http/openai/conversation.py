@@ -18,10 +18,11 @@ def read_conversation(
     args: dict[str, Any],
     tools: Sequence[ToolBody] = (),
 ) -> Conversation:
-    """Return the conversation of a body's messages.
+    """Convert a body's messages to the conversation that the chat template renders.
 
-    ``add_generation_prompt``: None means True unless ``continue_final_message``. ``args``: variables for the model's
-    template. ``tools``: what the assistant may call.
+    ``add_generation_prompt``: begin the assistant's next turn; None means True unless ``continue_final_message``, with
+    which the answer continues the last message. ``args``: variables for the template. ``tools``: what the assistant may
+    call.
     """
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message

@@ -16,10 +16,13 @@ class LogprobsWriter(Protocol):
 
     @property
     def options(self) -> LogprobOptions | None:
-        """Return what the engine is asked for."""
+        """Return which log-probabilities to ask the engine for; None: none."""
 
     def write(self, choice: Choice, entries: list[NamedLogprob], is_first: bool) -> dict[str, Any] | None:
-        """Return ``logprobs`` of a choice for the new ``entries``. ``is_first``: nothing of the choice was written."""
+        """Return the ``logprobs`` field of a choice for its new ``entries``; None if the client wants none.
+
+        ``is_first``: nothing of the choice was written before.
+        """
 
 
 class NoLogprobs:
@@ -29,7 +32,7 @@ class NoLogprobs:
 
     @staticmethod
     def write(choice: Choice, entries: list[NamedLogprob], is_first: bool) -> None:
-        """Write nothing."""
+        """Return None: the choice's ``logprobs`` field is null."""
 
 
 class TokenNames:
@@ -42,7 +45,10 @@ class TokenNames:
         self._as_ids = as_ids
 
     def name(self, token_id: int, data: bytes) -> str:
-        """Return the token's name."""
+        """Return the token's text, or its id (``token_id:42``) if the client asked for ids.
+
+        ``data``: the token's bytes, which are written in hexadecimal if they are not valid UTF-8 by themselves.
+        """
         if self._as_ids:
             return f"token_id:{token_id}"
         try:
@@ -52,7 +58,7 @@ class TokenNames:
 
 
 def chat_logprobs(body: ChatBody) -> LogprobsWriter:
-    """Return the writer that a chat's body asks for."""
+    """Return the writer that a chat's body asks for; without ``logprobs``, one that writes null."""
     if not body.logprobs:
         return NoLogprobs()
     return ChatLogprobsWriter(TokenNames(body.return_tokens_as_token_ids), body.top_logprobs)
@@ -66,7 +72,7 @@ class ChatLogprobsWriter:
         self.options = LogprobOptions(start_len=-1, top_num=top_num)
 
     def write(self, choice: Choice, entries: list[NamedLogprob], is_first: bool) -> dict[str, Any]:
-        """Return the object of a chat's choice."""
+        """Return a chat's ``logprobs`` object: the token, its log-probability and its alternatives for each entry."""
         content = [
             {
                 **self._entry(entry.token_id, entry.logprob, entry.data),
@@ -81,7 +87,10 @@ class ChatLogprobsWriter:
 
 
 def completion_logprobs(body: CompletionBody, echo: Callable[[Choice], str]) -> LogprobsWriter:
-    """Return the writer that a completion's body asks for. ``echo``: see ``CompletionLogprobsWriter``."""
+    """Return the writer that a completion's body asks for; without ``logprobs``, one that writes null.
+
+    ``echo`` returns the prompt's text if the answer repeats it, else an empty string.
+    """
     if body.logprobs is None:
         return NoLogprobs()
     options = LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs)
@@ -102,7 +111,10 @@ class CompletionLogprobsWriter:
         """Offset of each choice's next token in its text, prompt included."""
 
     def write(self, choice: Choice, entries: list[NamedLogprob], is_first: bool) -> dict[str, Any]:
-        """Return the object of a completion's choice, the first one with the prompt's tokens."""
+        """Return a completion's ``logprobs`` object for new ``entries``; move on the choice's offset in its text.
+
+        If the answer repeats the prompt, a choice's first object begins with the prompt's tokens.
+        """
         echo = self._echo(choice)
         prompt = (choice.prompt.logprobs or []) if is_first and choice.prompt is not None else []
         offsets = _offsets(prompt, 0, len(echo))
@@ -121,7 +133,10 @@ class CompletionLogprobsWriter:
 
 
 def _offsets(entries: list[NamedLogprob], start: int, end: int) -> list[int]:
-    """Return where each entry's token begins in a text that ends at ``end``: a stop string may have cut it."""
+    """Return the offset in characters at which each entry's token begins. The first one begins at ``start``.
+
+    No offset is above ``end``, where the text ends: a stop string may have cut it.
+    """
     offsets = []
     for entry in entries:
         offsets.append(min(start, end))

@@ -22,7 +22,10 @@ NO_TOOLS = "the model's chat template has no tools; start the server with --chat
 
 
 def chat_reader(body: ChatBody, formats: OutputFormats) -> OutputReader:
-    """Return what reads the answers to a body. Raises ``ApiError`` for tools that can't be served."""
+    """Choose the reader that splits the answers to ``body`` into text, reasoning and tool calls.
+
+    ``formats``: the model's. Raises ``ApiError`` 400 for tools that the model's template or format does not support.
+    """
     choice = body.tool_choice
     tools = body.tools if choice != "none" else []
     if tools and not formats.renders_tools:
@@ -39,7 +42,10 @@ def chat_reader(body: ChatBody, formats: OutputFormats) -> OutputReader:
 
 
 def forced_call(body: ChatBody, formats: OutputFormats) -> Grammar | None:
-    """Return the grammar of the calls that ``tool_choice`` asks for; None if it forces none. Raises ``ApiError``."""
+    """Return the grammar of the tool calls that ``tool_choice`` forces; None if it forces none.
+
+    Raises ``ApiError`` 400 for an unknown tool, a format of calls that can't be forced, or too large a grammar.
+    """
     choice, tools = body.tool_choice, schemas_of(body.tools)
     if choice in (None, "none", "auto") or formats.calls is None:
         return None
@@ -74,7 +80,7 @@ class MessageParts:
         self._includes_reasoning = includes_reasoning
 
     def whole(self, choice: Choice, events: Sequence[OutputEvent]) -> dict[str, Any]:
-        """Return the message of a whole answer."""
+        """Return the assistant's message of a finished choice, JSON-ready. ``events``: all events of its output."""
         parts = self.new(choice, events)
         calls = parts.get("tool_calls", ())
         for call in calls:
@@ -83,7 +89,10 @@ class MessageParts:
         return {"role": "assistant", **parts, "content": content if content is not None or calls else ""}
 
     def new(self, choice: Choice, events: Sequence[OutputEvent]) -> dict[str, Any]:
-        """Return the parts that ``events`` add to a choice's message."""
+        """Return the fields that ``events`` add to a choice's message: text, reasoning and tool calls.
+
+        Reasoning that the client does not want is left out, and so are further calls if it allows only one.
+        """
         parts: dict[str, Any] = {}
         for event in events:
             if isinstance(event, TextDelta):

@@ -108,7 +108,10 @@ class OpenAIBody(RequestFields, SamplingFields, OpenAIStructure):
     """vLLM's word for ``extra_key``."""
 
     def grammars(self) -> dict[str, Grammar]:
-        """Return the grammars that the body asks for by name of the field, those of ``response_format`` included."""
+        """Return the grammars that the body asks for, by field name.
+
+        They include those of OpenAI's and vLLM's fields.
+        """
         return super().grammars() | self.openai_grammars()
 
     @model_validator(mode="after")
@@ -197,7 +200,7 @@ class ChatMessageBody(Body):
 
     @property
     def characters(self) -> int:
-        """Length of the content, the reasoning and the arguments of calls together."""
+        """Length of the content, the reasoning and the arguments of calls together, in characters."""
         thought = self.reasoning_content or self.reasoning or ""
         return (
             self._content_characters

@@ -46,7 +46,7 @@ class ResponseFormat(Body):
         return self
 
     def grammars(self) -> dict[str, Grammar]:
-        """Return its grammar by the field's name; none for plain text."""
+        """Return the grammar that this format asks for, under the name ``response_format``; {} for plain text."""
         if self.type == "json_object":
             return grammars_of({"response_format": ("json_schema", self.schema_ or ANY_OBJECT)})
         if self.type == "json_schema" and self.json_schema is not None:
@@ -69,7 +69,7 @@ class StructuredOutputs(Body):
     structural_tag: Source | None = None
 
     def grammars(self) -> dict[str, Grammar]:
-        """Return what is given, by the field's name."""
+        """Return the grammars that are given, by the field's full name, such as ``structured_outputs.regex``."""
         prefix = "structured_outputs."
         return grammars_of(
             {
@@ -95,7 +95,10 @@ class OpenAIStructure(Body):
     guided_json_object: bool = False
 
     def openai_grammars(self) -> dict[str, Grammar]:
-        """Return what is given, by the field's name."""
+        """Return the grammars of ``response_format``, ``structured_outputs`` and ``guided_…``, by field name.
+
+        Fields that are not given are left out.
+        """
         found = {} if self.response_format is None else self.response_format.grammars()
         found |= {} if self.structured_outputs is None else self.structured_outputs.grammars()
         return found | grammars_of(

@@ -79,7 +79,10 @@ class ToolCallBody(Body):
         return self
 
     def decoded(self) -> dict[str, Any]:
-        """Return the arguments. Raises ``ValueError`` if they are no JSON object."""
+        """Return the call's arguments, parsed if they are text.
+
+        Raises ``ValueError`` if they are no JSON object, or too large.
+        """
         given = self.function.arguments
         if isinstance(given, str):
             try:
@@ -105,15 +108,15 @@ ToolChoice = Annotated[
 
 
 def read_calls(calls: Sequence[ToolCallBody]) -> list[ChatToolCall]:
-    """Return the calls of a turn, as templates see them."""
+    """Convert the tool calls of a message to what chat templates get, with decoded arguments."""
     return [ChatToolCall(call.id, call.function.name, call.decoded()) for call in calls]
 
 
 def for_template(tools: Sequence[ToolBody]) -> list[dict[str, Any]]:
-    """Return the tools in OpenAI's shape, with the fields that the client gave."""
+    """Return ``tools`` as JSON-ready objects in OpenAI's shape, with only the fields that the client gave."""
     return [tool.model_dump(mode="python", exclude_unset=True) for tool in tools]
 
 
 def schemas_of(tools: Sequence[ToolBody]) -> Tools:
-    """Return each tool's JSON schema by its name."""
+    """Return the JSON schema of each tool's parameters, by the tool's name; {} if the client gave none."""
     return {tool.function.name: tool.function.parameters or {} for tool in tools}

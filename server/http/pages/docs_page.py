@@ -49,7 +49,7 @@ Schema = Mapping[str, Any]
 
 @endpoint()
 async def docs_page(request: Request) -> HTMLResponse:
-    """Show every endpoint with the fields of its body and its answers."""
+    """Show an HTML page of every endpoint with the fields of its body and its answers."""
     return HTMLResponse(render(request.app.state.openapi()), headers=HEADERS)
 
 
@@ -114,7 +114,7 @@ def _contents(content: Schema) -> str:
 
 
 def _type(schema: Schema) -> str:
-    """Describe a schema in few words, with links to objects."""
+    """Describe a JSON schema in a few words of HTML, with links to the objects that it refers to."""
     if reference := schema.get("$ref"):
         name = escape(reference.rsplit("/", 1)[1])
         return f'<a href="#{name}">{name}</a>'

@@ -27,12 +27,15 @@ STREAMED = 'With "stream": true, each event{but} holds one of these.'
 
 @endpoint()
 async def openapi_page(request: Request) -> Response:
-    """Show the page."""
+    """Answer with the OpenAPI document of this instance, in JSON."""
     return JSONResponse(request.app.state.openapi())
 
 
 def make_openapi(version: str, endpoints: Mapping[PathFacts, HttpEndpoint]) -> Callable[[], dict[str, Any]]:
-    """Return the function that makes the page of ``endpoints`` when it is first called."""
+    """Return a function that makes the OpenAPI document of ``endpoints`` at its first call, and returns it at each.
+
+    ``version``: the server's. Endpoints without an answer model are left out.
+    """
     described = {facts: known for facts, known in endpoints.items() if known.answer is not None}
 
     @cache
@@ -62,7 +65,7 @@ def make_openapi(version: str, endpoints: Mapping[PathFacts, HttpEndpoint]) -> C
 
 
 def _list_paths(version: str, endpoints: Mapping[PathFacts, HttpEndpoint]) -> dict[str, Any]:
-    """Return a page of the paths, with what FastAPI reads off the handlers: names, summaries and descriptions."""
+    """Return an OpenAPI document of the paths, with what FastAPI reads off the handlers: names and descriptions."""
     # Imported here: it takes longer than all else that this process imports.
     from fastapi import FastAPI
 
@@ -100,7 +103,10 @@ def _query_parameter(parameter: QueryParameter) -> dict[str, Any]:
 
 
 def _event(schema: dict[str, Any], last: str) -> dict[str, Any]:
-    """Return the schema of a stream's event: its data is JSON of ``schema`` as text, or that of the ``last`` event."""
+    """Return the JSON schema of a stream's event. Its data is JSON of ``schema`` as text, or equals ``last``.
+
+    ``last``: data of the event that ends a stream, "" if there is none.
+    """
     chunk = {"contentMediaType": "application/json", "contentSchema": schema}
     data = {"type": "string", "anyOf": [*([{"const": last}] if last else []), chunk]}
     return {"type": "object", "required": ["data"], "properties": {"data": data}}

@@ -117,13 +117,18 @@ class SessionFiles:
     """Reads and writes the files of sessions. Every method raises ``SessionError``."""
 
     def __init__(self, folder: Path, limits: SessionLimits) -> None:
-        """Make the folder. Raises ``OSError``, and ``PermissionError`` if other users own it or may write to it."""
+        """Make the folder with mode 0700, if it is missing.
+
+        Raises ``OSError``, and ``PermissionError`` if other users own it or may write to it.
+        """
         self._folder, self.limits = folder, limits
         make_private_folder(folder)
 
     def save(self, info: SessionInfo, state: SessionState) -> int:
-        """Write a session in place of an older one of its name; return the file's bytes. On failure the older one
-        stays.
+        """Write a session to disk in place of an older one of its name, and return the size of its file in bytes.
+
+        On failure the older one stays. Raises ``SessionError``: 413 if it is too large, 507 if its owner or the server
+        has no room, 503 if another instance keeps the lock.
         """
         path = self._path(info.owner, info.name)
         content = _pack(info, state)
@@ -148,7 +153,10 @@ class SessionFiles:
         return len(content)
 
     def load(self, owner: str, name: str) -> Session:
-        """Read a session; 404 if there is none or its time is over, 409 if it is damaged."""
+        """Read a session of ``owner``.
+
+        Raises ``SessionError``: 404 if it does not exist or has expired, 409 if it is damaged.
+        """
         path = self._path(owner, name)
         try:
             with self._io():
@@ -172,14 +180,17 @@ class SessionFiles:
             return None
 
     def listed(self, owner: str | None) -> list[Listed]:
-        """Return one owner's sessions, or all (None), sorted by name, without expired ones."""
+        """Return the sessions of ``owner``, or of all owners if it is None, sorted by name and without expired ones.
+
+        A damaged session is listed without its ``info``.
+        """
         now = time.time()
         with self._io():
             found = [listed for folder in self._folders(owner) for listed in _listed(folder)]
         return sorted((s for s in found if s.info is None or s.info.expires > now), key=lambda s: s.name)
 
     def remove(self, owner: str, name: str) -> Session | None:
-        """Delete a session and return it, None if it was damaged; 404 if there is none."""
+        """Delete a session and return it, None if it was damaged. Raises ``SessionError`` 404 if there is none."""
         path = self._path(owner, name)
         try:
             session = self.load(owner, name)
@@ -247,7 +258,10 @@ class SessionFiles:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock of all instances that write, so that what is left of a quota is known."""
+        """Keep all other instances from writing during the ``with`` block, so that the free room of a quota is known.
+
+        Raises ``SessionError`` 503 if another instance keeps the lock for ``LOCK_SECONDS``.
+        """
         fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             until = time.monotonic() + LOCK_SECONDS
@@ -288,7 +302,11 @@ def _pack(info: SessionInfo, state: SessionState) -> bytes:
 
 
 def _unpack_info(owner: str, name: str, content: bytes) -> tuple[SessionInfo, bytes]:
-    """Return what lists show, and its bytes. Raises ``BadFrame``, ``UndeclaredMessage``."""
+    """Check and decode the first frame of a file: return the ``SessionInfo``, and the bytes that it was decoded from.
+
+    ``content``: the file, or its beginning. Raises ``BadFrame`` or ``UndeclaredMessage`` if it is damaged, or is not
+    the session ``name`` of ``owner``.
+    """
     begin = _LENGTH_BYTES + HEADER_BYTES
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
     if length > MAX_INFO_BYTES:
@@ -370,7 +388,7 @@ def _remove_folder(path: Path) -> None:
 
 
 def _lock(fd: int) -> bool:
-    """Return whether the lock was free; then it is taken."""
+    """Try to lock the open file ``fd`` for this instance alone, without waiting. Return whether that succeeded."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

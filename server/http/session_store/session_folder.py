@@ -21,7 +21,10 @@ T = TypeVar("T")
 
 
 def open_sessions(options: ServerOptions) -> SessionsOff:
-    """Open the folder that the options name, if they name one. Raises ``SessionError``."""
+    """Open the folder of sessions that the options name, and make it if need be.
+
+    Without a name, return ``SessionsOff``. Raises ``SessionError``.
+    """
     if options.kv_sessions_dir is None:
         return SessionsOff()
     limits = SessionLimits(
@@ -38,11 +41,11 @@ class SessionsOff:
 
     @property
     def files(self) -> SessionFiles:
-        """Raise ``ApiError`` 501."""
+        """Raise ``ApiError`` 501: this server keeps no sessions."""
         raise ApiError(501, OFF)
 
     async def run(self, call: Callable[[SessionFiles], T]) -> T:
-        """Raise ``ApiError`` 501."""
+        """Raise ``ApiError`` 501 without calling ``call``: this server keeps no sessions."""
         return call(self.files)
 
 
@@ -55,11 +58,15 @@ class Sessions(SessionsOff):
 
     @property
     def files(self) -> SessionFiles:
-        """The files."""
+        """The session files. Calls of most of their methods block."""
         return self._files
 
     async def run(self, call: Callable[[SessionFiles], T]) -> T:
-        """Call ``call`` with the files, in a thread. A ``SessionError`` is raised as ``ApiError``."""
+        """Call ``call`` with the files in a thread, and return its result.
+
+        At most ``MOST_AT_ONCE`` calls run at a time. A ``SessionError`` is raised as an ``ApiError`` of the same
+        status.
+        """
         async with self._running:
             try:
                 return await asyncio.to_thread(call, self._files)

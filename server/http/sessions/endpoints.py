@@ -47,7 +47,10 @@ SNAPSHOT_SECONDS = 30.0
 
 @endpoint(SnapshotAnswer, body=SnapshotBody)
 async def snapshot(request: Request) -> Response:
-    """Write down a request, or a prompt once it is computed; answers when its KV is in the store, or can't be."""
+    """Save a running or just ended request, or a prompt once it is computed, as a session that can go on later.
+
+    Answers when the KV is in the store, or can't be.
+    """
     state = HttpState.of(request)
     files = state.sessions.files
     body = await parse_body(request, SnapshotBody)
@@ -61,9 +64,10 @@ async def snapshot(request: Request) -> Response:
 
 
 async def save_request(request: Request, name: str, rid: str, ttl: float) -> tuple[SessionInfo, int, str]:
-    """Save the request that the caller calls ``rid``.
+    """Save the request that the caller calls ``rid`` as the session ``name``, to be kept for ``ttl`` seconds.
 
-    Return what was written, its bytes, and what of its KV is kept.
+    Return the session's facts, the size of its file in bytes, and "stored" or why not all of its KV is in the store.
+    Raises ``ApiError``.
     """
     wire_rids = HttpState.of(request).engine.live.known(rid, Caller.of(request.scope))
     if not wire_rids:
@@ -150,7 +154,7 @@ async def _write_down(
 
 
 def _release(http: HttpState, session: Session, other: Session | None = None) -> None:
-    """Release the KV that the store keeps for a session, except the beginning that it shares with ``other``."""
+    """Tell the scheduler that the store need not keep a session's KV, except the beginning shared with ``other``."""
     if not session.info.kv_tokens:
         return
     token_ids, key = session.state.token_ids[: 4 * session.info.kv_tokens], session.state.running.request.extra_key
@@ -197,8 +201,10 @@ async def _restored(request: Request, owner: str, session: Session, body: Restor
 
 
 async def bring_back(request: Request, owner: str, state: SessionState) -> Choice:
-    """Have the KV of a session's tokens found or computed, except the last token's: continuing the request computes
-    that.
+    """Have the KV of a session's tokens found in the store or computed, and wait until requests find it cached.
+
+    The last token's is left out: continuing the request computes it. Return the choice, which counts the cached tokens.
+    Raises ``ApiError``.
     """
     engine, token_ids, msg = HttpState.of(request).engine, state.token_ids, state.running.request
     msg = msgspec.structs.replace(
@@ -286,14 +292,17 @@ def _entry(listed: Listed, *, with_owner: bool) -> SessionEntry:
 
 @endpoint(Deleted, query=(QueryParameter("owner"),))
 async def delete_session(request: Request) -> Response:
-    """Delete one; its KV may go from the store then."""
+    """Delete a session; the store may then drop its KV."""
     name = request.path_params["name"]
     await remove(request, _owner(request, request.query_params.get("owner")), name)
     return respond(Deleted(deleted=name))
 
 
 async def remove(request: Request, owner: str, name: str) -> Session | None:
-    """Delete a session and release its KV."""
+    """Delete the session ``name`` of ``owner`` and return it; its KV need no longer be stored.
+
+    Return None for a damaged one, of which the KV is not known. Raises ``ApiError`` 404 if there is none.
+    """
     http = HttpState.of(request)
     session = await http.sessions.run(lambda files: files.remove(owner, name))
     if session is not None:

@@ -25,7 +25,7 @@ ACTIONS = ("save", "restore", "erase")
 
 @endpoint(SlotAnswer, body=SlotBody, query=(QueryParameter("action", ACTIONS, required=True),))
 async def slot_action(request: Request) -> Response:
-    """Save the request ``id`` as a file, bring a file's KV back, or delete it."""
+    """Save the request ``id`` as a session file, bring the KV of a session back, or delete a session."""
     sessions, action = HttpState.of(request).sessions, request.query_params.get("action")
     slot, began = request.path_params["id"], time.monotonic()
     if action not in ACTIONS:

@@ -106,5 +106,8 @@ async def health_generate(request: Request) -> Response:
 
 @endpoint(MetricsText)
 async def metrics(request: Request) -> Response:
-    """Answer a scrape of Prometheus. It waits for no other process."""
+    """Answer a scrape of Prometheus with this process's counts and the scheduler's last report.
+
+    It waits for no other process.
+    """
     return await HttpState.of(request).metrics.answer()

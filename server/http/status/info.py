@@ -86,7 +86,7 @@ async def server_info(request: Request) -> Response:
 
 @endpoint(TransfersAnswer)
 async def transfers(request: Request) -> Response:
-    """List the hand-overs that are open, the oldest first."""
+    """Answer with the number of open hand-overs and migrations, and list up to 1000 of them, the oldest first."""
     engine = HttpState.of(request).engine
     try:
         answer = await engine.questions.ask(TransfersReq(), QUESTION_TIMEOUT_SECONDS)

@@ -42,7 +42,7 @@ class TokenizeBody(Body):
 
     @property
     def characters(self) -> int:
-        """How long all texts are together, those of what an assistant thought included."""
+        """Length of all texts of the body together, in characters, with reasoning, tools and template variables."""
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or ()
         turns = self.messages or ()
         given = len(repr(self.chat_template_kwargs)) if self.chat_template_kwargs else 0
