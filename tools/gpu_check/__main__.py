@@ -36,7 +36,10 @@ NO_GPU = 2
 
 
 def main() -> int:
-    """Return the number of parts in which something was found amiss or left out."""
+    """Run the parts of the GPU check that the command line asks for, and write the page. Return the exit code.
+
+    It is the number of parts with a failed or left-out check, or 1 without a GPU.
+    """
     exit_on_signals()
     options = arguments()
     results = options.cache / ("dry-run" if options.dry_run else "results")
@@ -58,7 +61,7 @@ def main() -> int:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line ``argv``, or this process's own for None. Paths that are not given get their defaults."""
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__.partition("\n")[0])
     parser.add_argument("--wheels", type=Path, help="folder to install from what is missing; nothing else is asked")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part alone; may be given again")
@@ -75,7 +78,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _install(options: argparse.Namespace) -> None:
-    """Install what is missing from the folder of wheels, and name what is not to be had."""
+    """Install missing packages from the folder of wheels, if one is given. Print the names of those still missing."""
     if options.wheels is not None:
         begin = time.monotonic()
         count = install(options.wheels, site_of(options.cache))
@@ -87,7 +90,10 @@ def _install(options: argparse.Namespace) -> None:
 
 
 def _tokenizer(options: argparse.Namespace) -> Path | None:
-    """Return the tokenizer's file. A process of its own looks for it, as this one may lack the libraries."""
+    """Return the path of the tokenizer's file; None if there is none.
+
+    A process of its own looks for it, as this one may lack the libraries.
+    """
     code = "import sys; from pathlib import Path; from tools.gpu_check.tokenizer_file import find_tokenizer"
     code += "; wheels, cache = sys.argv[1:]; print(find_tokenizer(Path(wheels) if wheels else None, Path(cache)))"
     words = ("-c", code, "" if options.wheels is None else str(options.wheels.absolute()), str(options.cache))
@@ -119,7 +125,10 @@ def _run_part(part: str, record_file: Path, options: argparse.Namespace, tokeniz
 
 
 def _run_group(command: list[str], seconds: float, env: dict[str, str]) -> str:
-    """Run a group's process to its end or its limit; return why it ended early, "" if it did not."""
+    """Run the process of a group of checks for at most ``seconds``. Return why it ended early, "" if it did not.
+
+    All processes that it has started are killed in the end.
+    """
     if seconds < LAST_SECONDS:
         return "no time was left"
     command = [*command, "--seconds", f"{seconds - LAST_SECONDS:.0f}"]
@@ -144,9 +153,10 @@ def _write_page(results: Path, options: argparse.Namespace) -> None:
 
 
 def environment(cache: Path, dry_run: bool) -> dict[str, str]:
-    """Return the environment of a part: where it writes, and how modules are found where pdserve is not installed.
+    """Return the environment variables of a part's process, so that it writes only below ``cache``.
 
-    What PYTHONPATH names goes before what the check has installed.
+    They also let it find modules where pdserve is not installed. What PYTHONPATH names goes before what the check has
+    installed.
     """
     paths = [str(ROOT), str(ROOT / ".ns"), *filter(None, [os.environ.get("PYTHONPATH")]), str(site_of(cache))]
     kept = {

@@ -41,18 +41,18 @@ class Bench:
 
     @property
     def label(self) -> str:
-        """The first words of its checks' names."""
+        """Model and backend, the first words of the names of this model's checks."""
         return f"{self.shape.name}, {self.backend}"
 
     @property
     def steps(self) -> BenchSteps:
-        """The loaded model's; raises if it was not loaded."""
+        """Steps of the loaded model. Raises ``RuntimeError`` if loading it failed."""
         if self._steps is None:
             raise RuntimeError("the model was not loaded, see above")
         return self._steps
 
     def load(self) -> Finding:
-        """Load it and capture its graphs."""
+        """Load the model with random weights and capture its CUDA graphs. Report the times and the memory."""
         begin = time.monotonic()
         folder = self.part.scratch / self.shape.name.replace(" ", "-")
         folder.mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ class Bench:
         return Finding("", f"{text}{added / 2**20:.0f} MiB; {reserved / 2**30:.2f} GiB in all after it")
 
     def unload(self) -> Finding:
-        """Give its memory back."""
+        """Free the model's memory. Report how much torch still holds."""
         self._steps = None
         gc.collect()
         held = 0
@@ -78,17 +78,17 @@ class Bench:
 
 
 def small_checks(part: Part) -> Iterator[Check]:
-    """Yield the measurements of a 1B."""
+    """Yield a name and a function for each measurement of a 1B model's steps; the function runs it."""
     yield from _of_backends(part, shape_called("1B", part.dry_run))
 
 
 def large_checks(part: Part) -> Iterator[Check]:
-    """Yield the measurements of an 8B."""
+    """Yield a name and a function for each measurement of an 8B model's steps; the function runs it."""
     yield from _of_backends(part, shape_called("8B", part.dry_run))
 
 
 def packed_model_checks(part: Part) -> Iterator[Check]:
-    """Yield the measurements of packed weights: products alone, then whole models."""
+    """Yield a name and a function for each measurement with packed weights: products alone, then whole models."""
     yield from packed_checks.rates(part)
     for name in PACKED_SHAPES:
         shape = shape_called(name, part.dry_run)
@@ -99,7 +99,7 @@ def packed_model_checks(part: Part) -> Iterator[Check]:
 
 
 def graph_checks(part: Part) -> Iterator[Check]:
-    """Yield those of graphs with freed memory overwritten: what a graph reads must be kept."""
+    """Yield checks that a CUDA graph reads no freed memory: steps run while freed memory is overwritten."""
     bench = Bench(part, shape_called("1B", part.dry_run), "triton")
     yield f"{bench.label}: loaded for overwritten memory", bench.load
     for batch in bench.shape.asked:
@@ -141,8 +141,9 @@ def _of_model(bench: Bench) -> Iterator[Check]:
 
 
 def check_decode(bench: Bench, batch: int, least: float) -> Finding:
-    """Measure the bytes that a decode step must read (weights, and its rows' KV) in its time, as a share of the reading
-    rate.
+    """Time decode steps of ``batch`` rows, and report the rate at which they read weights and KV.
+
+    ``least``: share of the copy rate that is required; 0 requires nothing.
     """
     steps, shape = bench.steps, bench.shape
     times = steps.decode(batch, 3 if bench.part.dry_run else 60)
@@ -157,8 +158,10 @@ def check_decode(bench: Bench, batch: int, least: float) -> Finding:
 
 
 def check_prompt(bench: Bench, least: float | None) -> Finding:
-    """Measure the operations of a prompt (two for each weight and token, and attention's) as a share of the multiplying
-    rate.
+    """Time a prompt's prefill, and report its operations per second as a share of the multiplying rate.
+
+    Operations are two for each weight and token, and attention's. ``least``: share that is required; None requires
+    nothing.
     """
     shape = bench.shape
     took = bench.steps.prefill(shape.prompt, 2 if bench.part.dry_run else 7)
@@ -180,7 +183,10 @@ def check_prompt(bench: Bench, least: float | None) -> Finding:
 
 
 def check_launches(bench: Bench) -> Finding:
-    """Count the kernels of decode steps of one row by the profiler; a table of them is kept with the results."""
+    """Count the kernels that a decode step of one row launches, by the profiler.
+
+    Write a table of them to the results.
+    """
     steps, count = bench.steps, 2 if bench.part.dry_run else 20
     steps.decode(1, count)
     kernels = profiled(bench.part, lambda: steps.tokens(1, range(count), overwrite=False))
@@ -190,7 +196,7 @@ def check_launches(bench: Bench) -> Finding:
 
 
 def check_overwritten(bench: Bench, batch: int) -> Finding:
-    """Compare tokens of steps between which freed memory is overwritten with those of steps without."""
+    """Check that steps give the same tokens if freed memory is overwritten between them."""
     positions = range(2 if bench.part.dry_run else OVERWRITTEN_STEPS)
     bench.steps.begin(batch)
     expected = bench.steps.tokens(batch, positions, overwrite=False)

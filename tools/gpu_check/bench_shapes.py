@@ -34,7 +34,10 @@ class Shape(NamedTuple):
 
 
 def shape_called(name: str, dry_run: bool) -> Shape:
-    """Return "1B" (Llama 3.2's sizes), "8B" (Llama 3.1's) or one of ``PACKED_SHAPES``. In a dry run it is tiny."""
+    """Return the shape "1B" (Llama 3.2's sizes), "8B" (Llama 3.1's) or one of ``PACKED_SHAPES``.
+
+    A dry run's is tiny.
+    """
     if name in PACKED_SHAPES:
         how, use = PACKED_SHAPES[name]
         config = shape_called("8B", dry_run).config | {"quantization_config": how}
@@ -52,7 +55,7 @@ def shape_called(name: str, dry_run: bool) -> Shape:
 
 
 def config_of(shape: Shape) -> dict[str, object]:
-    """Return the whole config.json of ``shape``."""
+    """Return the content of the config.json of a model of ``shape``."""
     return COMMON | shape.config
 
 
@@ -67,7 +70,10 @@ def sizes(
     head_dim: int = 0,
     tied: bool = False,
 ) -> dict[str, object]:
-    """Return the fields of config.json that name sizes."""
+    """Return the fields of config.json that name sizes. ``head_dim`` 0: hidden size by heads.
+
+    ``tied``: the output head shares the embedding's weights.
+    """
     return {
         "hidden_size": hidden,
         "intermediate_size": inner,

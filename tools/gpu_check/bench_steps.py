@@ -52,11 +52,14 @@ class BenchSteps:
         self.captured = Captured(time.perf_counter() - begin, _reserved(), _reserved() - before)
 
     def begin(self, batch: int) -> None:
-        """Begin ``batch`` rows anew, with a context of KV that was never computed."""
+        """Start ``batch`` rows anew by running their first step. Their context's KV was never computed."""
         self._decode(batch, self._context, new=True)
 
     def decode(self, batch: int, count: int) -> Times:
-        """Run ``count`` decode steps of ``batch`` rows, each launched before the one before is read."""
+        """Run ``count`` decode steps of ``batch`` rows, each launched before the result of the previous one is read.
+
+        Return the times of a step.
+        """
         self.begin(batch)
         device, launches, busy = self.model.device, [], 0.0
         queue = self._queue()
@@ -77,10 +80,11 @@ class BenchSteps:
         return Times(spent / count * 1e3, float(np.median(launches)) * 1e3, max(0.0, idle) if busy else idle)
 
     def tokens(self, batch: int, positions: Sequence[int], *, overwrite: bool) -> list[list[int]]:
-        """Return the tokens of steps of ``batch`` rows at ``positions`` past the context, two of them open at a time.
+        """Run a decode step of ``batch`` rows at each of ``positions`` after the context. Return each step's tokens.
 
-        ``overwrite``: between launches, take freed memory of many sizes and fill it with numbers beyond every index.
-        A graph that reads memory which nothing keeps then computes something else, or fails. The rows have begun.
+        ``begin`` must have been called. Two steps are open at a time. ``overwrite``: between launches, take freed
+        memory of many sizes and fill it with numbers beyond every index. A graph that reads memory which nothing keeps
+        then computes something else, or fails.
         """
         queue, found, held = self._queue(), [], []
         for position in positions:
@@ -95,7 +99,7 @@ class BenchSteps:
         return found
 
     def prefill(self, tokens: int, count: int) -> float:
-        """Return the median milliseconds of a prompt of ``tokens``, run ``count`` times."""
+        """Compute a prompt of ``tokens`` tokens ``count`` times, and return the median time in ms."""
         times = []
         for _ in range(count):
             step = self._step(1, 0, [tokens], new=True)
@@ -108,9 +112,10 @@ class BenchSteps:
         return StepQueue(self._steps, NoPageMover(), ahead=1 if self.model.device.beside else 0)
 
     def _busy(self, batch: int, count: int) -> float:
-        """Return the seconds that the GPU works for this many steps, queued behind a long wait, so without gaps.
+        """Return the seconds that the GPU works for ``count`` steps, without gaps: they are queued behind a long wait.
 
-        More are open than a server has (``step_arrays.py``): they may read one another's arrays, which are of one size.
+        At most eight are run, and the time is scaled. More are open than a server has (``step_arrays.py``): they may
+        read one another's arrays, which are of one size.
         """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         few = min(count, 8)

@@ -46,7 +46,10 @@ MARKERS = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.0", "extr
 
 
 def main() -> int:
-    """Collect; return 1 if something can't be had or all of it is more than may be taken along."""
+    """Download the wheels and write the tokenizer's file into the folder. Return the exit code.
+
+    It is 1 if something can't be had, or if all of it is larger than may be taken along.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--have", type=Path, help="file with names of packages that the machine has, too; one a line")
@@ -64,13 +67,16 @@ def main() -> int:
 
 
 def to_collect(have: Iterable[str] = ()) -> list[str]:
-    """Return the names of packages to take along, sorted; ``have``: others that the machine has."""
+    """Return the sorted names of the packages to take along. ``have``: further packages that the GPU machine has."""
     there = {canonicalize_name(name) for name in (*ON_THE_MACHINE, *have)}
     return sorted(closure(needed(ROOT / "pyproject.toml"), there))
 
 
 def closure(names: Iterable[str], without: Collection[str]) -> Iterator[str]:
-    """Yield ``names`` and what they need, by the metadata of what is installed here, ``without`` those."""
+    """Yield the packages ``names`` and all that they depend on, by the metadata of the packages installed here.
+
+    The packages in ``without`` are left out, and so is what only they need.
+    """
     todo, seen = [canonicalize_name(name) for name in names], set(without)
     while todo:
         name = todo.pop()
@@ -83,7 +89,7 @@ def closure(names: Iterable[str], without: Collection[str]) -> Iterator[str]:
 
 
 def report(folder: Path) -> int:
-    """Print the files of ``folder`` and their total size; return 1 if that is too much."""
+    """Print the files of ``folder`` and their total size. Return the exit code: 1 if they are over ``MOST_BYTES``."""
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()}
     for name, size in sizes.items():
         print(f"{size / 2**20:8.2f} MiB  {name}")

@@ -21,7 +21,10 @@ SECONDS = 400.0
 
 
 def checks(part: Part) -> Iterator[Check]:
-    """Yield a check for each file, the shortest first."""
+    """Yield a name and a function for each file of ``tests/device``, the smallest first.
+
+    The function runs the tests.
+    """
     files = sorted((ROOT / "tests" / "device").glob("test_*.py"), key=lambda file: file.stat().st_size)
     for file in files:
         yield f"tests/device/{file.name}", lambda f=file: run_file(part, f)  # type: ignore[misc]
@@ -31,7 +34,10 @@ GROUPS = {"tests": checks}
 
 
 def run_file(part: Part, file: Path) -> Finding:
-    """Run the tests of one file. In a dry run, one case of each test: the interpreter is slow."""
+    """Run pytest on one file, for at most ``SECONDS``, and report how many tests passed and failed.
+
+    A dry run takes one case of each test: the interpreter is slow.
+    """
     if importlib.util.find_spec("pytest") is None:
         return Finding("", "not run: pytest is not installed")
     report, log = part.results / "logs" / f"{file.stem}.xml", part.log(file.stem)
@@ -55,7 +61,10 @@ def run_file(part: Part, file: Path) -> Finding:
 
 
 def judge(report: Path, status: int, log: Path) -> Finding:
-    """Return what pytest's ``report`` says; ``status``: its exit status. Names the first tests that failed."""
+    """Return how many tests passed, were skipped and failed, by pytest's ``report`` (JUnit XML). Name some that failed.
+
+    ``status``: pytest's exit status. ``log``: its output.
+    """
     if not report.is_file():
         lines = log.read_text(errors="replace").strip().splitlines()
         return Finding("", f"no test ran (exit status {status}): {' / '.join(lines[-2:])}"[:300], ok=False)

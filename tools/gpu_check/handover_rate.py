@@ -36,7 +36,7 @@ class Totals(NamedTuple):
 
 
 def checks(part: Part) -> Iterator[Check]:
-    """Yield a measurement of each backend, and of ``cuda_ipc`` without checksums."""
+    """Yield a name and a function for each measurement of hand-over speed: by backend, with and without checksums."""
     unchecked = ["--disable-handover-checksum"]
     for backend in ("shm",) if part.dry_run else ("cuda_ipc", "tcp"):
         yield f"{backend}, with checksums", lambda b=backend: measure(part, b, [])  # type: ignore[misc]
@@ -44,7 +44,10 @@ def checks(part: Part) -> Iterator[Check]:
 
 
 def measure(part: Part, backend: str, decode_options: list[str]) -> Finding:
-    """Hand prompts over one at a time: bytes by the time that the transfer engine spent, and what a hand-over added."""
+    """Hand prompts over, one at a time, from a prefill to a decode. Report GB/s and the time added to the first token.
+
+    The rate is the bytes sent by the time that the transfer engine spent.
+    """
     if why_not := missing(backend):
         return Finding("", f"not run: {why_not}")
     tokens, rounds = (40, 2) if part.dry_run else (2048, 8)
@@ -76,7 +79,7 @@ def measure(part: Part, backend: str, decode_options: list[str]) -> Finding:
 
 
 def totals(pair: Pair) -> Totals:
-    """Read the counters of both instances."""
+    """Read a pair's counters of bytes sent, seconds of sending, and seconds that hand-overs added, since its start."""
     return Totals(
         counter(pair.prefill, BYTES_SENT), counter(pair.prefill, PUSH_SECONDS), counter(pair.decode, ADDED_SECONDS)
     )

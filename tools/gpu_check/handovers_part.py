@@ -40,21 +40,24 @@ class Ranks(NamedTuple):
 
 
 def rank_checks(part: Part) -> Iterator[Check]:
-    """Yield the checks of instances of several ranks."""
+    """Yield a name and a function for each check of an instance with several ranks. First generates expected tokens."""
     asked = make_asked(part)
     for ranks in instances(part, asked):
         yield ranks.name, lambda ranks=ranks: check_ranks(part, ranks, asked)  # type: ignore[misc]
 
 
 def pair_checks(part: Part) -> Iterator[Check]:
-    """Yield the checks of pairs."""
+    """Yield a name and a function for each check of a prefill and a decode instance.
+
+    First generates expected tokens.
+    """
     asked = make_asked(part)
     for sides in pairs(part, asked):
         yield sides.name, lambda sides=sides: check_pair(part, sides, asked)  # type: ignore[misc]
 
 
 def cluster_checks(part: Part) -> Iterator[Check]:
-    """Yield the check of a whole cluster on one GPU."""
+    """Yield the name and the function of the check of a whole cluster on one GPU. First generates expected tokens."""
     asked = make_asked(part)
     yield "pdserve up, both instances on one GPU", lambda: check_cluster(part, asked)
 
@@ -70,7 +73,10 @@ GROUPS = {
 
 
 def pairs(part: Part, asked: Asked) -> list[Sides]:
-    """Return the pairs of instances for every way of KV from GPU to GPU, or between a GPU and a CPU."""
+    """Return the options of each pair of instances to check, one for every way of KV between devices.
+
+    They are GPU to GPU, or between GPU and CPU.
+    """
     if part.dry_run:
         staged = [*asked.on("cpu"), "--attention-backend", "torch", "--kv-staging-size", "0.002"]
         kinds = ("tcp", "nixl", "mooncake")
@@ -93,7 +99,7 @@ def pairs(part: Part, asked: Asked) -> list[Sides]:
 
 
 def instances(part: Part, asked: Asked) -> list[Ranks]:
-    """Return instances of several ranks. In a dry run there are those of torch on the CPU alone."""
+    """Return the options of each instance with several ranks to check. A dry run has one on the CPU, by torch."""
     two = ["--tp-size", "2"]
     if part.dry_run:
         on_cpu = [*asked.on("cpu"), *two, "--attention-backend", "torch"]
@@ -106,7 +112,10 @@ def instances(part: Part, asked: Asked) -> list[Ranks]:
 
 
 def check_pair(part: Part, sides: Sides, asked: Asked) -> Finding:
-    """Compare the tokens of a decode, after prompts that another instance computed."""
+    """Compare a decode's tokens with transformers', for prompts that the prefill computed.
+
+    It fails, too, if the decode computed any prompt itself, or if a kernel was compiled while serving.
+    """
     if why_not := _too_few(part, sides.gpus) or missing(sides.backend):
         return Finding("", f"not run: {why_not}")
     logs = asked.log(f"{sides.name} P"), asked.log(f"{sides.name} D")
@@ -120,7 +129,10 @@ def check_pair(part: Part, sides: Sides, asked: Asked) -> Finding:
 
 
 def check_cluster(part: Part, asked: Asked) -> Finding:
-    """Compare the tokens of ``pdserve up``. Its instances share the GPU's memory by their own rules."""
+    """Compare the tokens of a cluster of ``pdserve up`` with transformers', and check the memory of its instances.
+
+    They divide the GPU's memory by their own rules.
+    """
     if part.dry_run:
         with serve([*asked.on("cpu"), "--attention-backend", "torch"], asked.log("up"), command="up") as router:
             found = [generate(router, prompt, LENGTH) for prompt in asked.prompts]
@@ -139,7 +151,10 @@ def check_cluster(part: Part, asked: Asked) -> Finding:
 
 
 def judge_shares(memories: Sequence[Mapping[str, int]]) -> Finding:
-    """Hold the memory of two instances, as they tell it, against the share that each was given."""
+    """Check that two instances use about equal memory, each within the share that it was given.
+
+    ``memories``: field ``memory`` of each instance's ``/server_info``, in bytes.
+    """
     taken = [memory["weights"] + memory["kv_pool"] + memory["window_pool"] for memory in memories]
     is_share = all(SHARE_BYTES / 2 <= nbytes <= SHARE_BYTES for nbytes in taken)
     figure = f"weights and pools of {' and '.join(f'{nbytes / GIB:.2f}' for nbytes in taken)} GiB"
@@ -148,16 +163,16 @@ def judge_shares(memories: Sequence[Mapping[str, int]]) -> Finding:
 
 
 def check_ranks(part: Part, ranks: Ranks, asked: Asked) -> Finding:
-    """Compare the tokens of an instance of several ranks."""
+    """Compare the tokens of an instance of several ranks with transformers'. Not run if there are too few GPUs."""
     if why_not := _too_few(part, ranks.gpus):
         return Finding("", f"not run: {why_not}")
     return compare(ranks.options, asked.log(ranks.name), asked.prompts, asked.reference, 1.0)
 
 
 def _too_few(part: Part, gpus: int) -> str:
-    """Return why a check that takes ``gpus`` GPUs can't run here, or "" if it can.
+    """Return why a check that needs ``gpus`` GPUs can't run here, or "" if it can.
 
-    What one GPU is enough for has a stand-in in a dry run, or reports itself that it has none.
+    A check that needs one GPU always runs: a dry run has a stand-in, or the check itself reports that there is none.
     """
     there = 0 if part.dry_run else torch.cuda.device_count()
     return f"it takes {gpus} GPUs, and there are {there}" if gpus > max(there, 1) else ""

@@ -19,7 +19,7 @@ TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 
 
 def needed(pyproject: Path) -> list[str]:
-    """Return the names of what pdserve and ``tests/device`` need, without versions."""
+    """Return the names of the packages in pyproject.toml that pdserve and ``tests/device`` need, without versions."""
     with pyproject.open("rb") as file:
         project = tomllib.load(file)["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["triton"], *TEST_TOOLS]
@@ -27,7 +27,7 @@ def needed(pyproject: Path) -> list[str]:
 
 
 def install(wheels: Path, site: Path) -> int:
-    """Install the wheels of packages that are missing into the folder ``site``; return how many they were.
+    """Install the wheels of packages that are missing into the folder ``site``. Return the number of these wheels.
 
     The machine's own packages stay as they are. Raises ``RuntimeError`` with pip's words if it fails.
     """
@@ -56,5 +56,5 @@ def describe(pyproject: Path, site: Path) -> None:
 
 
 def is_there(name: str, site: Path) -> bool:
-    """Tell whether the package ``name`` is installed, in this Python or in ``site``."""
+    """Return whether the package ``name`` is installed, in this Python or in the folder ``site``."""
     return any(importlib.metadata.distributions(name=name, path=[*sys.path, str(site)]))

@@ -45,12 +45,12 @@ class Size(NamedTuple):
 
 
 def size_of(device: torch.device) -> Size:
-    """Return the size of the test's memory: 256 MiB on a GPU, less for a stand-in for the driver on the host."""
+    """Return the page size and number of pages of the test's memory: 256 MiB on a GPU, far less on the CPU."""
     return Size(64 << 10, 4096) if device.type == "cuda" else Size(4096, 16)
 
 
 def checks(part: Part) -> Iterator[Check]:
-    """Names, and what finds out."""
+    """Yield a name and a function for each check of memory shared between processes; the function runs the check."""
     yield "memory of the GPU mapped by another process, and written", lambda: _or_why_not(part, check_write)
     yield "a writer that is killed writes nothing after", lambda: _or_why_not(part, check_killed_writer)
     yield "a writer whose owner is killed goes on", lambda: _or_why_not(part, check_killed_owner)
@@ -65,9 +65,9 @@ def _or_why_not(part: Part, find: Callable[[torch.device], Finding]) -> Finding:
 
 
 def check_write(device: torch.device) -> Finding:
-    """Write scattered pages from a pool of this process to that of another, which reports its contents.
+    """Write scattered pages from this process's memory into another process's. Check that it finds the right bytes.
 
-    Measures the speed.
+    Report the speed, too.
     """
     size, driver = size_of(device), load_driver()(0)
     mine = _pattern(device)
@@ -91,7 +91,7 @@ def check_write(device: torch.device) -> Finding:
 
 
 def check_killed_writer(device: torch.device) -> Finding:
-    """Count the bytes that land in a pool of this process after a writer's process has ended."""
+    """Check that no byte of this process's memory changes after the process that wrote it was killed."""
     driver, pool = load_driver()(0), _memory(device)
     export = driver.export(pool.data_ptr(), pool.nbytes)
     with _started("writer", device, export.handle.hex(), str(export.offset)) as writer:
@@ -111,9 +111,9 @@ def check_killed_writer(device: torch.device) -> Finding:
 
 
 def check_killed_owner(device: torch.device) -> Finding:
-    """Check whether a process can use its device after the owner of the memory that it wrote was killed.
+    """Check that a process can use its device after the process that owns the memory it wrote was killed.
 
-    It runs in a process of its own, because that one may lose its device.
+    Another process tries it, because it may lose its device.
     """
     with _started("bereft", device) as bereft:
         try:
@@ -126,7 +126,10 @@ def check_killed_owner(device: torch.device) -> Finding:
 
 
 def main() -> None:
-    """Run one of the other processes of the check, by the arguments."""
+    """Run one of the check's other processes, as the first argument says: "owner", "writer" or "bereft".
+
+    "bereft" outlives the owner of the memory that it writes.
+    """
     device = torch.device(sys.argv[2])
     match sys.argv[1]:
         case "owner":
@@ -138,7 +141,10 @@ def main() -> None:
 
 
 def _own(device: torch.device) -> None:
-    """Tell a handle and an offset, wait for a line, say whether the pages are what they should be."""
+    """Export memory and print its handle and offset.
+
+    After a line of input, print whether it holds the expected pages.
+    """
     pool = _memory(device)
     export = load_driver()(0).export(pool.data_ptr(), pool.nbytes)
     print(export.handle.hex(), export.offset, flush=True)
@@ -161,7 +167,7 @@ def _write_for_ever(device: torch.device, handle: str, offset: str) -> None:
 
 
 def _outlive(device: torch.device) -> None:
-    """Write to an owner, kill it, write on, and see whether the device still serves this process."""
+    """Write into another process's memory, kill that process, and write on. Print whether the device still works."""
     driver = load_driver()(0)
     mine = _pattern(device)
     with _started("owner", device) as owner:
@@ -185,7 +191,10 @@ def _outlive(device: torch.device) -> None:
 
 
 def _pieces(driver: IpcDriver, mine: Tensor, reported: str, size: Size) -> tuple[list[DeviceCopy], int]:
-    """Return copies from each page of ours to its place in the owner's pool, and the address where that is mapped."""
+    """Map the owner's memory, and return a copy for each page of ``mine`` to its place there, and the mapped address.
+
+    ``reported``: handle and offset, as the owner printed them.
+    """
     handle, offset = reported.split()
     base = driver.open(bytes.fromhex(handle))
     there, here = base + int(offset), mine.data_ptr()
@@ -206,7 +215,7 @@ def _order(device: torch.device) -> np.ndarray[tuple[int, ...], np.dtype[np.int6
 
 
 def _memory(device: torch.device) -> Tensor:
-    """Return zeroed memory as [pages, int32s]."""
+    """Return zeroed memory of the test's size on ``device``, as [pages, int32s]."""
     page, pages = size_of(device)
     if device.type == "cuda":
         return torch.zeros(pages, page // 4, dtype=torch.int32, device=device)
@@ -214,7 +223,7 @@ def _memory(device: torch.device) -> Tensor:
 
 
 def _pattern(device: torch.device) -> Tensor:
-    """Return memory [pages, int32s] in which every element is its own index."""
+    """Return memory [pages, int32s] on ``device`` in which every element is its own index."""
     page, pages = size_of(device)
     numbers = torch.arange(pages, dtype=torch.int32, device=device)[:, None] * (page // 4)
     return numbers + torch.arange(page // 4, dtype=torch.int32, device=device)

@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 
 
 def shapes(dry_run: bool) -> list[Shape]:
-    """Decode steps, prompts and both, of the sizes that models have."""
+    """Return the shapes of attention to check: decode steps, prompts and both, of sizes that models have."""
     decodes: Lens
     mixed: Lens
     if dry_run:
@@ -73,7 +73,10 @@ def shapes(dry_run: bool) -> list[Shape]:
 
 
 def checks(part: Part) -> Iterator[Check]:
-    """Yield the checks of attention: first in the type that models are served in."""
+    """Yield a name and a function for each check of attention, by type, backend and shape; the function runs the check.
+
+    The type that models are served in comes first.
+    """
     for dtype in (torch.float32,) if part.dry_run else TOLERANCE:
         for backend in ("triton", "flashinfer"):
             for shape in shapes(part.dry_run):
@@ -90,7 +93,10 @@ GROUPS = {
 
 
 def check_attention(part: Part, shape: Shape, dtype: torch.dtype, backend: str) -> Finding:
-    """Compare ``backend`` with the torch backend in float32, on the same device."""
+    """Compare attention by ``backend`` in ``dtype`` with the torch backend in float32, on the same device.
+
+    Report the largest absolute error.
+    """
     spec = AttentionSpec(
         heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -133,7 +139,10 @@ PAGE = 16
 
 
 def make_batch(shape: Shape, device: torch.device) -> tuple[ForwardBatch, int]:
-    """Make rows over scattered pages; the second is how many pages there are, with page 0."""
+    """Make a batch with a row for each length of ``shape``, over scattered pages.
+
+    Also return the number of pages that a pool needs for it, page 0 included.
+    """
     columns = max(start + count for start, count in shape.lens) // PAGE * PAGE + PAGE
     per_row = columns // PAGE
     pages = len(shape.lens) * per_row + 1

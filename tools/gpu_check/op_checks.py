@@ -34,7 +34,7 @@ ROUNDS = 8
 
 
 def checks(part: Part) -> Iterator[Check]:
-    """Names, and what finds out."""
+    """Yield a name and a function for each check of a layer's operations and of page copies."""
     for dtype in TOLERANCE:
         for name, run in OPS.items():
             title = f"triton, {str(dtype).removeprefix('torch.')}: {name}"
@@ -47,7 +47,10 @@ def checks(part: Part) -> Iterator[Check]:
 def check_op(
     part: Part, dtype: torch.dtype, run: Callable[[DeviceOps, torch.dtype, torch.device, int], Tensor]
 ) -> Finding:
-    """Compare Triton's operation with torch's on the CPU, for the same random numbers."""
+    """Compare an operation by Triton with the same by torch on the CPU, for equal random numbers.
+
+    ``run``: computes it with the operations, type, device and number of tokens that it is given.
+    """
     from pdserve.model_runner.ops.triton_ops import TritonOps
 
     tokens = 3 if part.dry_run else 257
@@ -122,7 +125,7 @@ def _random_pages(count: int, layers: int, layer_bytes: int) -> np.ndarray[tuple
 
 
 def check_pages(part: Part) -> Finding:
-    """Copy pages to a buffer and back, all layers and some of them, and compare them bit for bit."""
+    """Copy KV pages to a buffer and back, of all layers and of some, and compare them bit for bit."""
     from pdserve.model_runner.kv.triton.pages import gather_pages, scatter_pages
 
     pool = _random_pages(9, 3, 1032 if part.dry_run else 65_544)
@@ -142,7 +145,7 @@ def check_pages(part: Part) -> Finding:
 
 
 def check_checksum(part: Part) -> Finding:
-    """Compare the device's checksum with the host's, and check that one changed bit changes it."""
+    """Compare the checksum of pages that the device computes with the host's. Check that one changed bit changes it."""
     from pdserve.mem_cache.kv_pages.word_sum import host_checksum
     from pdserve.model_runner.kv.triton.checksum import page_checksum
 
@@ -164,7 +167,7 @@ def check_checksum(part: Part) -> Finding:
 
 
 def check_transfer(part: Part) -> Finding:
-    """Write and read back pages of a bfloat16 pool while the device computes, and measure the speed."""
+    """Write pages to a KV pool and read them back while the device computes. Compare the bytes and report the speed."""
     device = open_device(str(part.device), strict=True)
     layers, count = (2, 4) if part.dry_run else (32, 64)
     layout = make_layout(KVShape(layers, 8, 128), 16, torch.bfloat16)

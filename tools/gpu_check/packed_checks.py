@@ -43,7 +43,10 @@ KINDS = (
 
 
 def checks(part: Part) -> Iterator[Check]:
-    """Names, and what finds out: by each tile of the products, which take seconds to compile."""
+    """Yield a name and a function for each check of a product with packed weights.
+
+    There is one for each kind and each tile size, because tiles take seconds to compile.
+    """
     half, other = CLOSE
     cases = ((half, 2), (half, 20)) if part.dry_run else ((half, 1), (half, 33), (half, 300), (other, 16))
     for kind in KINDS:
@@ -53,7 +56,10 @@ def checks(part: Part) -> Iterator[Check]:
 
 
 def check_product(part: Part, kind: Kind, dtype: torch.dtype, tokens: int) -> Finding:
-    """Check the product of a random matrix. Its last blocks are cut."""
+    """Compare the product of ``tokens`` random rows and a random packed matrix with float64.
+
+    The matrix's sizes are no multiples of a block, so its last blocks are cut.
+    """
     from pdserve.model_runner.ops.packed.product import packed_product
 
     if kind.eight and not multiplies_fp8(part):
@@ -73,13 +79,13 @@ def check_product(part: Part, kind: Kind, dtype: torch.dtype, tokens: int) -> Fi
 
 
 def drawn(part: Part, kind: Kind, outputs: int, inputs: int) -> PackedWeight:
-    """Draw a random weight on the device."""
+    """Make a random packed matrix [outputs, inputs] on the part's device."""
     source = DummyMatrices({"weight": (outputs, inputs)}, kind.packing, 0)
     return join([source.read("weight", part.device)], eight=kind.eight)
 
 
 def in_fp8(x: Tensor, columns: int) -> Tensor:
-    """Round ``x`` to FP8 and back, with a scale for each ``columns`` of a token: float64."""
+    """Return ``x`` rounded to FP8, as float64, with one scale for each ``columns`` elements of a token."""
     parts = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % columns)).view(len(x), -1, columns)
     largest = parts.abs().amax(-1, keepdim=True)
     scales = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, 448.0))
@@ -87,14 +93,17 @@ def in_fp8(x: Tensor, columns: int) -> Tensor:
 
 
 def rates(part: Part) -> Iterator[Check]:
-    """Yield measurements of products of a few tokens with a matrix of an 8B, beside torch's of the same size."""
+    """Yield a name and a function for each measurement of a product with an 8B's packed matrix, beside torch's own."""
     for kind in KINDS:
         for tokens in (1,) if part.dry_run else (1, 16, 2048):
             yield f"product of {kind.name}, {tokens} tokens", lambda k=kind, t=tokens: measure(part, k, t)  # type: ignore[misc]
 
 
 def measure(part: Part, kind: Kind, tokens: int) -> Finding:
-    """Measure several matrices in turn, more than the caches hold, and then the same by ``F.linear`` in bfloat16."""
+    """Time the product of ``tokens`` rows with a packed matrix, and ``F.linear`` in bfloat16 of the same size.
+
+    Several matrices are multiplied in turn, more than the caches hold. Report µs and the share of the read rate.
+    """
     from pdserve.model_runner.ops.packed.product import packed_product
 
     if kind.eight and not multiplies_fp8(part):
@@ -114,7 +123,10 @@ def measure(part: Part, kind: Kind, tokens: int) -> Finding:
 
 
 def _scaled(part: Part, x: Tensor, floats: list[Tensor]) -> str:
-    """Tell what torch's own product in FP8 takes, with a scale for each token and row."""
+    """Time torch's own product in FP8, with a scale for each token and row. Return the result in words.
+
+    ``floats``: matrices, which are cast to FP8. ``x``: only its shape counts.
+    """
     tokens = max(len(x), 16)  # its least
     eight = torch.randn(tokens, x.shape[1], device=part.device).to(torch.float8_e4m3fn)
     one, other = (torch.ones(shape, device=part.device) for shape in ((tokens, 1), (1, len(floats[0]))))
@@ -131,5 +143,5 @@ def _scaled(part: Part, x: Tensor, floats: list[Tensor]) -> str:
 
 
 def multiplies_fp8(part: Part) -> bool:
-    """Return whether the device multiplies FP8. The interpreter on a CPU does."""
+    """Return whether the part's device can multiply FP8. A CPU can: Triton's interpreter stands in."""
     return part.device.type == "cpu" or torch.cuda.get_device_capability() >= MULTIPLIES_FP8

@@ -12,7 +12,7 @@ SIGNS = {True: "yes", False: "**no**", None: ""}
 
 
 def render(records: Sequence[PartRecord], command: str) -> str:
-    """Return the page in Markdown. ``command`` is the command that wrote it."""
+    """Return docs/gpu-results.md, made of what the parts have recorded. ``command``: the command that wrote it."""
     lines = ["# What a GPU has shown", ""]
     lines += [f"Written by `{command}`; what is checked, and how, says [gpu.md](gpu.md).", ""]
     if any(record.dry_run for record in records):

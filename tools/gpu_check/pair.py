@@ -23,7 +23,10 @@ class Pair(NamedTuple):
     port: int
 
     def answer(self, room: int, prompt: Sequence[int], length: int) -> list[int]:
-        """Return the decode's tokens after a ``prompt`` that the prefill computes. ``room``: a number of its own."""
+        """Send a request to both instances; return the ``length`` tokens that the decode generates after ``prompt``.
+
+        The prefill computes the prompt. ``room``: a number that no other request of the pair has.
+        """
         where: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": room}
         args = (self.prefill, prompt, length)
         prefilled = threading.Thread(target=generate, args=args, kwargs=where, daemon=True)
@@ -35,7 +38,10 @@ class Pair(NamedTuple):
 
 @contextmanager
 def serve_pair(backend: str, prefill: Sequence[str], decode: Sequence[str], logs: tuple[Path, Path]) -> Iterator[Pair]:
-    """Start both with their options; raises ``ServerFailed``."""
+    """Run a prefill and a decode instance within the ``with`` block, and yield their addresses.
+
+    ``prefill``, ``decode``: their options. ``logs``: their log files. Raises ``ServerFailed``.
+    """
     transfer, port = ["--disaggregation-transfer-backend", backend], free_port()
     one = [*prefill, *transfer, "--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port)]
     other = [*decode, *transfer, "--disaggregation-mode", "decode", "--disaggregation-threshold", "always"]
@@ -45,9 +51,9 @@ def serve_pair(backend: str, prefill: Sequence[str], decode: Sequence[str], logs
 
 @cache
 def missing(backend: str) -> str:
-    """Return why a transfer backend can't be loaded, "" if it can.
+    """Return why the transfer backend ``backend`` can't be loaded, "" if it can.
 
-    Another process tries: what libraries do as they are loaded stays there.
+    Another process tries it, because libraries may change the process that loads them.
     """
     code = (
         "import os, sys\n"

@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
     @property
     def server_tokenizer(self) -> list[str]:
-        """Options of every server; raises ``RuntimeError`` if no tokenizer is there."""
+        """Options that name the tokenizer to a server. Raises ``RuntimeError`` if there is no tokenizer."""
         if self.tokenizer is None:
             raise RuntimeError(
                 "no tokenizer: bring tokenizer.gguf along in the folder of --wheels "
@@ -42,7 +42,7 @@ class Part(NamedTuple):
         return ["--tokenizer-path", str(self.tokenizer)]
 
     def log(self, name: str) -> Path:
-        """Return the path of the log file of the server with this name."""
+        """Return the path of the log file of the server ``name``, and create its folder."""
         folder = self.results / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{''.join(c if c.isalnum() else '-' for c in name)}.log"
@@ -52,9 +52,10 @@ Groups = Mapping[str, Callable[[Part], Iterable[Check]]]
 
 
 def run_group(name: str, groups: Groups) -> None:
-    """Make the checks of one group of the part ``name``, as the arguments say. Exits if a GPU is asked for and missing.
+    """Run one group of checks of the part ``name``, as this process's arguments say, and record the findings.
 
-    The record is the one that the part's groups before have left, or a new one.
+    The record goes on after what earlier groups of the part have left. Exits with ``NO_GPU`` if no GPU is there, except
+    in a dry run.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("record", type=Path)
@@ -76,7 +77,7 @@ def run_group(name: str, groups: Groups) -> None:
 
 
 def is_alive(device: torch.device) -> bool:
-    """Tell whether this process can use the device: after a device-side error, every call fails."""
+    """Return whether this process can still use the device. After a device-side error, every call fails."""
     try:
         return int(torch.ones(8, device=device).sum().item()) == 8
     except RuntimeError:

@@ -32,7 +32,7 @@ LEAST_BYTES = 256 << 20
 
 
 def product_checks(part: Part) -> Iterator[Check]:
-    """Yield the time of each product of a decode step by ``F.linear``, which is what a step of floats uses."""
+    """Yield a name and a function that times ``F.linear``, for each matrix of a decode step of a 1B and of an 8B."""
     for name in ("1B", "8B"):
         config = config_of(shape_called(name, part.dry_run))
         hidden, inner, dim, heads, kv_heads = (
@@ -54,7 +54,10 @@ def product_checks(part: Part) -> Iterator[Check]:
 
 
 def linear(part: Part, outputs: int, inputs: int) -> Finding:
-    """Multiply 1, 4 and 16 tokens with several matrices in turn."""
+    """Time ``F.linear`` of 1, 4 and 16 tokens with a bfloat16 matrix [outputs, inputs].
+
+    Several matrices are multiplied in turn, so that caches hold none. Report µs and the share of the read rate.
+    """
     count = 2 if part.dry_run else max(2, LEAST_BYTES // (2 * outputs * inputs))
     weights = [torch.randn(outputs, inputs, device=part.device, dtype=torch.bfloat16) for _ in range(count)]
     text = []
@@ -67,7 +70,7 @@ def linear(part: Part, outputs: int, inputs: int) -> Finding:
 
 
 def prompt_checks(part: Part) -> Iterator[Check]:
-    """Yield attention of whole prompts, beside torch's ``scaled_dot_product_attention``."""
+    """Yield a name and a function for each prompt's attention, timed beside ``scaled_dot_product_attention``."""
     heads = ((4, 2, 64),) if part.dry_run else ((32, 8, 128), (32, 8, 64))
     for h, k, d in heads:
         for tokens in (48,) if part.dry_run else (512, 2048, 8192):
@@ -76,7 +79,10 @@ def prompt_checks(part: Part) -> Iterator[Check]:
 
 
 def attention(part: Part, tokens: int, heads: int, kv_heads: int, dim: int) -> Finding:
-    """Time both, in bfloat16. Ours stores keys and values to their pages as well."""
+    """Time a prompt's attention by pdserve's Triton kernel and by torch, and report how many times as fast ours is.
+
+    Both compute in bfloat16. Ours also stores keys and values to their pages.
+    """
     dtype = torch.float32 if part.dry_run else torch.bfloat16
     spec = AttentionSpec(heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
     shape = kernels_part.Shape("prompt", heads, kv_heads, dim, ((0, tokens),))
@@ -101,7 +107,10 @@ def attention(part: Part, tokens: int, heads: int, kv_heads: int, dim: int) -> F
 
 
 def compiled_checks(part: Part) -> Iterator[Check]:
-    """Yield decode steps of one row by ``torch.compile`` with a static cache, beside ours."""
+    """Yield a name and a function for each step of the comparison of decode steps with ``torch.compile``.
+
+    Each is a step of one row, with a static cache in torch.
+    """
     for name in ("1B", "8B"):
         times: dict[str, float] = {}
         bench = Bench(part, shape_called(name, part.dry_run), "triton")
@@ -112,7 +121,10 @@ def compiled_checks(part: Part) -> Iterator[Check]:
 
 
 def compiled(part: Part, name: str, times: dict[str, float]) -> Finding:
-    """Compile the whole step as one graph, and time steps at the context that ours have."""
+    """Compile a whole decode step by ``torch.compile`` and time it, at the context that pdserve's steps have.
+
+    ``name``: the shape's. The seconds of a step are put into ``times``.
+    """
     shape = shape_called(name, part.dry_run)
     dtype, count = (torch.float32, 3) if part.dry_run else (torch.bfloat16, 100)
     begin = time.monotonic()
@@ -136,7 +148,7 @@ def compiled(part: Part, name: str, times: dict[str, float]) -> Finding:
 
 
 def compare(bench: Bench, times: dict[str, float]) -> Finding:
-    """Time our step, and tell how many times as fast it is."""
+    """Time pdserve's decode step of one row, and report how many times as fast as ``torch.compile`` it is."""
     ours = bench.steps.decode(1, 3 if bench.part.dry_run else 100).step_ms
     if "torch.compile" not in times:
         return Finding("", f"{ours:.3f} ms; torch.compile was not measured")
@@ -146,7 +158,10 @@ def compare(bench: Bench, times: dict[str, float]) -> Finding:
 
 
 def _time_steps(part: Part, step: Step, token: Tensor, position: Tensor, count: int) -> float:
-    """Return the seconds of one of ``count`` steps, each of which takes the token of the one before."""
+    """Return the mean seconds of a step over ``count`` steps. Each step takes the token of the previous one.
+
+    ``position`` is advanced in place.
+    """
     if not part.dry_run:
         torch.cuda.synchronize()
     begin = time.perf_counter()

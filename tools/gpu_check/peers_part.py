@@ -37,7 +37,7 @@ class Load(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens that are generated."""
+        """Return the number of tokens that all answers have together."""
         return len(self.prompts) * self.length
 
 
@@ -46,7 +46,7 @@ class NotRun(RuntimeError):
 
 
 def batching_checks(part: Part) -> Iterator[Check]:
-    """Yield pdserve, the peer, and how they compare."""
+    """Yield a name and a function that measures pdserve, then transformers' continuous batching, then compares both."""
     load = make_load(part.dry_run)
     measured: dict[str, float] = {}
     for name, run in PEERS.items():
@@ -56,7 +56,7 @@ def batching_checks(part: Part) -> Iterator[Check]:
 
 
 def make_load(dry_run: bool) -> Load:
-    """Make a load for a 1B shape with the vocabulary of a tokenizer that is at hand."""
+    """Make a random load of prompts, and a 1B model's config with the vocabulary of the tokenizer at hand."""
     if dry_run:
         sizes, count, longest, length = {"num_hidden_layers": 2}, 3, 20, 6
     else:
@@ -71,7 +71,10 @@ def make_load(dry_run: bool) -> Load:
 
 
 def measure(part: Part, load: Load, name: str, run: Callable[[Part, Load], float], rates: dict[str, float]) -> Finding:
-    """Measure tokens a second of an engine, in the second of two rounds."""
+    """Run ``load`` on the engine ``name`` by ``run``, which returns seconds. Put tokens per second into ``rates``.
+
+    The finding says why, if the engine can't be measured here.
+    """
     try:
         seconds = run(part, load)
     except NotRun as e:
@@ -81,7 +84,7 @@ def measure(part: Part, load: Load, name: str, run: Callable[[Part, Load], float
 
 
 def compare(part: Part, rates: dict[str, float]) -> Finding:
-    """Compare two rates by their ratio, if there are two."""
+    """Report how many times as many tokens per second as the peer pdserve generates, if both were measured."""
     if len(rates) < 2:
         return Finding("", "nothing to compare")
     ours, theirs = rates.values()
@@ -90,7 +93,10 @@ def compare(part: Part, rates: dict[str, float]) -> Finding:
 
 
 def time_ours(part: Part, load: Load) -> float:
-    """Return the seconds of a pdserve server from the request to the answer."""
+    """Run ``load`` on a pdserve server, after a first round.
+
+    Return the seconds from the request to the whole answer.
+    """
     with tempfile.TemporaryDirectory() as folder:
         llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6}
         llama |= {"hidden_act": "silu", "torch_dtype": "bfloat16"}
@@ -113,7 +119,10 @@ def _ours(address: str, prompts: Prompts, length: int) -> Any:
 
 
 def time_transformers(part: Part, load: Load) -> float:
-    """Return the seconds of transformers' ``generate_batch`` with its manager started and warm. Raises ``NotRun``."""
+    """Run ``load`` by transformers' ``generate_batch``, after a first round. Return the seconds until the last answer.
+
+    Its manager has been started before. Raises ``NotRun`` if this version can't be measured so.
+    """
     import transformers
 
     dtype = torch.float32 if part.dry_run else torch.bfloat16
@@ -152,7 +161,7 @@ def _checked(answers: dict[str, Any], load: Load) -> dict[str, Any]:
 
 
 def _none() -> None:
-    """Stands for a method that is not there."""
+    """Do nothing. Stands in for a method that a version of transformers lacks."""
 
 
 def _check_whole(answers: list[list[int]], load: Load) -> None:

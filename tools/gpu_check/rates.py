@@ -20,7 +20,7 @@ ROUNDS = 15
 
 
 def checks(part: Part) -> Iterator[Check]:
-    """Yield the rates."""
+    """Yield a name and a function that measures the device's read rate, copy rate and multiplying rate."""
     yield "read rate", lambda: Finding("", f"{read_rate(part) / 1e9:.1f} GB/s of random data, read only")
     yield "copy rate", lambda: Finding("", f"{copy_rate(part) / 1e9:.1f} GB/s of random data, read and written")
     yield "multiplying rate", lambda: Finding("", f"{matmul_rate(part) / 1e12:.1f} TFLOP/s in bfloat16")
@@ -28,7 +28,7 @@ def checks(part: Part) -> Iterator[Check]:
 
 @cache
 def read_rate(part: Part) -> float:
-    """Return bytes a second that are read, of 2 GiB: what a decode step does."""
+    """Measure the bytes per second at which the device reads 2 GiB of random data, as a decode step does."""
     from .read_kernel import read_all
 
     data = _random_bytes(part)
@@ -38,7 +38,7 @@ def read_rate(part: Part) -> float:
 
 @cache
 def copy_rate(part: Part) -> float:
-    """Return bytes a second, read and written, of 2 GiB copied from one place to another."""
+    """Measure the bytes per second, read and written, of copying 2 GiB within the device."""
     source = _random_bytes(part)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_seconds(part, [lambda: target.copy_(source)])
@@ -46,14 +46,14 @@ def copy_rate(part: Part) -> float:
 
 @cache
 def matmul_rate(part: Part) -> float:
-    """Return operations a second of a product of two square matrices."""
+    """Measure the operations per second of a product of two square bfloat16 matrices."""
     size = 256 if part.dry_run else 8192
     a, b = (torch.randn(size, size, device=part.device).bfloat16() for _ in range(2))
     return 2 * size**3 / median_seconds(part, [lambda: a @ b])
 
 
 def median_seconds(part: Part, calls: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> float:
-    """Return the median time of one of ``calls``, which are made one after another, ``rounds`` times.
+    """Run all ``calls`` one after another, ``rounds`` times, and return the median time of one call, in seconds.
 
     On a GPU they are one graph, replayed: a launch from Python takes longer than a short kernel. So each must be
     capturable. Several calls with other data each keep the caches from holding it.
@@ -91,6 +91,6 @@ def _by_clock(calls: Sequence[Callable[[], object]], rounds: int) -> float:
 
 
 def _random_bytes(part: Part) -> Tensor:
-    """Return 2 GiB of random numbers: memory may hold zeros in less."""
+    """Return 2 GiB of random int32 on the device; 64 KiB in a dry run. Zeros could be kept in less memory."""
     count = 1 << (14 if part.dry_run else 29)
     return torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32, device=part.device)

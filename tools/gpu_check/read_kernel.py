@@ -13,7 +13,10 @@ _BLOCKS = 16
 
 
 def read_all(data: Tensor, out: Tensor) -> None:
-    """Read ``data`` ([N] int32, N a multiple of 4096) once. A result in ``out`` ([1] int32) keeps it."""
+    """Read ``data`` ([N] int32, N a multiple of 4096) once, to time it.
+
+    A result is written to ``out`` ([1] int32), so that no compiler can leave the reading out.
+    """
     count = data.numel()
     if data.dtype != torch.int32 or count % _BLOCK:
         raise ValueError(f"{count} numbers of {data.dtype}: not int32 in blocks of {_BLOCK}")

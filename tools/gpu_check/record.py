@@ -65,12 +65,12 @@ class PartRecord:
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything was checked."""
+        """Whether the part is over and no check was left out."""
         return self.is_over and not self.left_out
 
     @property
     def is_well(self) -> bool:
-        """Whether everything was checked and nothing was found amiss."""
+        """Whether the part is over, no check was left out and none failed."""
         return self.is_whole and all(finding.ok is not False for finding in self.findings)
 
 
@@ -96,7 +96,10 @@ class Recorder:
         self._write()
 
     def run(self, group: str, make_checks: Callable[[], Iterable[Check]]) -> None:
-        """Make the checks of a group, one after another, until the device fails or the time is over."""
+        """Run the checks of a group, one after another, until the device fails or the time is over.
+
+        Each finding is written to the file at once. Checks that did not run are recorded as left out.
+        """
         todo: list[Check] = []
         self.record.group = group
 
@@ -120,7 +123,10 @@ class Recorder:
         self._write()
 
     def check(self, name: str, find: Callable[[], Finding]) -> bool:
-        """Note what ``find`` returns or raises; return whether the device can still be used."""
+        """Run ``find``, and record and print its finding, or its exception as a failure.
+
+        Return whether the device can still be used.
+        """
         self.record.is_checking = True
         self._write()
         begin, alive = time.monotonic(), True
@@ -149,7 +155,10 @@ class Recorder:
 
 
 def close_group(record: PartRecord, group: str, reason: str) -> None:
-    """Note what a group's process has left when it ended. ``reason``: why it did, "" if by itself."""
+    """Complete ``record`` after a group's process has ended: a check that was running has failed, others are left out.
+
+    ``reason``: why the process ended early, "" if it did not.
+    """
     why = reason or "its process died"
     if record.group != group:
         record.pending, record.is_checking = [f"all of “{group}”"], False
@@ -160,14 +169,14 @@ def close_group(record: PartRecord, group: str, reason: str) -> None:
 
 
 def write_record(path: Path, record: PartRecord) -> None:
-    """Write the file at once: a reader finds the old record or the new one."""
+    """Replace the file by the whole record in one step: a reader finds the old record or the new one."""
     new = path.with_suffix(".new")
     new.write_text(json.dumps(asdict(record), indent=1))
     os.replace(new, path)
 
 
 def read_record(path: Path) -> PartRecord | None:
-    """Return what the file holds; None if the part has not begun."""
+    """Return the record that the file holds; None if there is no file, because the part has not begun."""
     if not path.is_file():
         return None
     fields = json.loads(path.read_text())

@@ -29,7 +29,7 @@ STEPS = 8
 
 
 def checks(part: Part) -> Iterator[Check]:
-    """Names, and what finds out."""
+    """Yield a name and a function for each check of the device's samplers, and for each measurement of their time."""
     for name, make in (("triton", _triton), ("torch", TorchSampler)):
         yield f"{name}: sampler, everything asked for", lambda m=make: check_tokens(part, m)  # type: ignore[misc]
         yield f"{name}: log-probabilities", lambda m=make: check_scores(part, m)  # type: ignore[misc]
@@ -54,7 +54,10 @@ def _triton(device: Device, states: RowStates[Tensor]) -> DeviceSampler:
 
 
 def check_tokens(part: Part, make: Callable[[Device, RowStates[Tensor]], DeviceSampler]) -> Finding:
-    """Check tokens of rows that use every parameter, step after step. They may differ if rounding decides."""
+    """Compare the device sampler's tokens with the CPU's, in steps of rows that use every sampling parameter.
+
+    ``make``: makes the sampler. One token in a hundred may differ, where rounding decides.
+    """
     rows, vocab, steps = (8, 500, 3) if part.dry_run else (64, 128_256, STEPS)
     rng = np.random.default_rng(0)
     device = open_device(str(part.device), strict=True)
@@ -78,7 +81,7 @@ def check_tokens(part: Part, make: Callable[[Device, RowStates[Tensor]], DeviceS
 
 
 def check_scores(part: Part, make: Callable[[Device, RowStates[Tensor]], DeviceSampler]) -> Finding:
-    """Check scores of chosen tokens and of the best ones against float64 on the CPU."""
+    """Compare log-probabilities of chosen tokens and of the best ones with those computed in float64 on the CPU."""
     rows, vocab, most = (3, 500, 5) if part.dry_run else (300, 128_256, 20)
     device = open_device(str(part.device), strict=True)
     sampler = make(device, device_rows(rows, vocab, part.device))
@@ -97,7 +100,10 @@ def check_scores(part: Part, make: Callable[[Device, RowStates[Tensor]], DeviceS
 
 
 def time_both(part: Part, rows: int, change: dict[str, float]) -> Finding:
-    """Measure the seconds from the launch of both samplers to the token."""
+    """Report the time from launch to token of the Triton sampler and of torch's, in µs.
+
+    ``change``: sampling parameters that differ from the defaults.
+    """
     vocab = 500 if part.dry_run else 128_256
     device = open_device(str(part.device))
     logits = device.upload(np.random.default_rng(2).normal(0, 3, (rows, vocab)).astype(np.float32))

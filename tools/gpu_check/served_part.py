@@ -43,13 +43,13 @@ class Served:
 
     @property
     def address(self) -> str:
-        """Where it listens; raises if it has not started."""
+        """Base URL of the server. Raises ``RuntimeError`` if it did not start."""
         if self._address is None:
             raise RuntimeError("the server did not start, see above")
         return self._address
 
     def start(self) -> Finding:
-        """Start it, and tell how long that took."""
+        """Start the server and wait until it is ready. Report the seconds, and the GPU memory in use."""
         begin = time.monotonic()
         folder = self.part.scratch / "served"
         folder.mkdir(exist_ok=True)
@@ -70,13 +70,16 @@ class Served:
         return Finding("", summary)
 
     def stop(self) -> Finding:
-        """Stop it: memory for the bare steps is free then."""
+        """Stop the server, so that its memory is free for the bare steps."""
         self._open.close()
         self._address = None
         return Finding("", "stopped")
 
     def gaps(self, batch: int) -> Finding:
-        """Stream ``batch`` answers at once, and tell the gaps between their tokens."""
+        """Stream ``batch`` answers at once, and report the time between their tokens (ITL) and the throughput.
+
+        The median is kept in ``itl_ms``.
+        """
         length = 8 if self.part.dry_run else 160
         report = self._load(self.shape.context, length, batch, batch)
         itl = report["itl"]
@@ -85,17 +88,20 @@ class Served:
         return Finding("", f"{text}, {report['output_throughput']:.0f} tokens/s")
 
     def first_token(self, tokens: int) -> Finding:
-        """Send prompts of ``tokens`` one at a time, and tell when the first token of each came."""
+        """Send prompts of ``tokens`` tokens one at a time, and report their times to the first token."""
         ttft = self._load(tokens, 2, 1, 3 if self.part.dry_run else 15)["ttft"]
         return Finding("", f"TTFT {ttft['median']:.2f} ms (median), {ttft['p90']:.2f} ms (p90)")
 
     def compiles(self) -> Finding:
-        """Tell how many kernels were compiled after the server was ready."""
+        """Report how many kernels the server has compiled since it was ready; any is a failure."""
         count = compiled_kernels(self.address)
         return Finding("", f"{count} kernels compiled after it was ready", "none", not count)
 
     def _load(self, input_len: int, output_len: int, concurrency: int, prompts: int) -> Any:
-        """Return the report of ``pdserve bench serve``; raises ``RuntimeError`` if a request failed."""
+        """Run ``pdserve bench serve`` on the server and return its report.
+
+        Raises ``RuntimeError`` if a request failed.
+        """
         path = self.part.scratch / "load.json"
         path.unlink(missing_ok=True)
         command = python_command("-m", "pdserve.server.cli", "bench", "serve", "--base-url", self.address, "--strict")
@@ -110,7 +116,7 @@ class Served:
 
 
 def checks(part: Part, name: str) -> Iterator[Check]:
-    """Yield the measurements of a server, then those of bare steps, and how they compare."""
+    """Yield a name and a function for each measurement of a server of the shape ``name``, then of bare steps."""
     shape = shape_called(name, part.dry_run)
     if part.dry_run:
         shape = shape._replace(config=shape.config | {"vocab_size": VOCABULARY})
@@ -128,7 +134,7 @@ def checks(part: Part, name: str) -> Iterator[Check]:
 
 
 def beside(served: Served, bench: Bench, batch: int) -> Finding:
-    """Compare the gaps that clients saw with the time of a step that no server is around."""
+    """Compare the ITL that the server's clients saw with the time of the same step without a server."""
     if batch not in served.itl_ms:
         return Finding("", "not compared: the load was not measured")
     bare, seen = bench.steps.decode(batch, 3 if bench.part.dry_run else 60).step_ms, served.itl_ms[batch]

@@ -31,14 +31,14 @@ from .token_checks import (
 
 
 def on_cpu(part: Part) -> Iterator[Check]:
-    """Yield the checks of the CPU engine, which others are held against."""
+    """Yield a name and a function to compile the CPU kernels, and to compare the CPU engine with transformers."""
     yield "CPU kernels, compiled", build_kernels
     asked = make_asked(part)
     yield "CPU engine, float32, against transformers", lambda: check_tokens(asked, "CPU engine", asked.on("cpu"))
 
 
 def on_device(part: Part) -> Iterator[Check]:
-    """Yield the checks of servers on the device."""
+    """Yield a name and a function for each check of servers on the device, or on the CPU in a dry run."""
     asked = make_asked(part)
     yield from _dry_checks(asked) if part.dry_run else _gpu_checks(asked)
 
@@ -81,7 +81,10 @@ GROUPS = {"cpu": on_cpu, "device": on_device}
 
 
 def build_kernels() -> Finding:
-    """Compile the CPU engine's kernels, which the first server on a CPU would do within its start's limit."""
+    """Compile the CPU engine's kernels.
+
+    Otherwise the first server on a CPU would, within the time limit of its start.
+    """
     begin = time.monotonic()
     command = python_command("-m", "pdserve.model_runner.cpu_engine.build")
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -92,19 +95,22 @@ def build_kernels() -> Finding:
 
 
 def check_tokens(asked: Asked, name: str, args: Sequence[str], least: float = 1.0) -> Finding:
-    """Compare a server's tokens with transformers'. ``least``: the share that must agree."""
+    """Compare a server's tokens with transformers'. ``args``: its options. ``least``: share of tokens that must agree.
+
+    ``name``: for its log file.
+    """
     return compare(args, asked.log(name), asked.prompts, asked.reference, least)
 
 
 def check_flashinfer(asked: Asked, args: Sequence[str]) -> Finding:
-    """Compare tokens if FlashInfer is installed."""
+    """Compare a server's tokens with transformers', if FlashInfer is installed; half of them must agree."""
     if why_not := missing():
         return Finding("", f"not run: {why_not}")
     return check_tokens(asked, "flashinfer-bfloat16", args, 0.5)
 
 
 def check_packed(asked: Asked, name: str, args: Sequence[str]) -> Finding:
-    """Compare the tokens of a server with weights in FP8 with those of the dequantised model."""
+    """Compare the tokens of a server with FP8 weights with those of the dequantised weights in transformers."""
     part = asked.part
     packed, answer_by = save_packed(
         asked.folder / "packed", asked.model, "down_proj.weight" if part.dry_run else "proj.weight"
@@ -123,7 +129,10 @@ DRAWN: list[dict[str, object]] = [
 
 
 def check_drawn(asked: Asked, cpu: Sequence[str], device: Sequence[str]) -> Finding:
-    """Compare tokens drawn at random, penalised and biased, with the CPU engine's: rounding hardly ever decides."""
+    """Compare tokens sampled with all kinds of parameters on the device with the CPU engine's.
+
+    ``cpu``, ``device``: options of the two servers. One in ten may differ, as rounding may decide.
+    """
     answers, prompt = [], asked.prompts[1]
     for name, args in (("cpu", cpu), ("device", device)):
         with serve(args, asked.log(f"drawn {name}")) as address:
@@ -133,7 +142,7 @@ def check_drawn(asked: Asked, cpu: Sequence[str], device: Sequence[str]) -> Find
 
 
 def check_memory(asked: Asked, args: Sequence[str]) -> Finding:
-    """Release weights and KV pool, resume them, and compare the bytes that were freed and the tokens afterwards."""
+    """Release a server's weights and KV pool and resume them. Check the bytes freed, and the tokens afterwards."""
     admin, flags = admin_key(asked.folder)
     with serve([*args, *flags], asked.log("memory")) as address:
         use = ask(f"{address}/server_info")["memory"]

@@ -25,7 +25,10 @@ class ServerFailed(RuntimeError):
 
 @contextmanager
 def serve(args: Sequence[str], log: Path, seconds: float = START_SECONDS, command: str = "server") -> Iterator[str]:
-    """Run ``pdserve server`` with ``args``, or another ``command``; yield its address. Raises ``ServerFailed``."""
+    """Run ``pdserve server`` (or another ``command``) with ``args`` within the ``with`` block. Yield its base URL.
+
+    ``seconds``: limit of its start. Raises ``ServerFailed`` if it does not become ready.
+    """
     with serve_all([(args, log)], seconds, command) as [address]:
         yield address
 
@@ -34,7 +37,10 @@ def serve(args: Sequence[str], log: Path, seconds: float = START_SECONDS, comman
 def serve_all(
     servers: Sequence[tuple[Sequence[str], Path]], seconds: float = START_SECONDS, command: str = "server"
 ) -> Iterator[list[str]]:
-    """Start several (arguments, log) at the same time; yield their addresses. Raises ``ServerFailed``."""
+    """Run several servers within the ``with`` block, started at the same time. Yield their base URLs.
+
+    ``servers``: arguments and log file of each. ``seconds``: limit of each wait. Raises ``ServerFailed``.
+    """
     ports, processes = [], []
     for args, log in servers:
         ports.append(free_port())
@@ -57,7 +63,7 @@ def serve_all(
 
 
 def free_port() -> int:
-    """Return a TCP port of this host that no process listens at now."""
+    """Return a TCP port of the loopback address that no process listens on now. It is not reserved."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -67,7 +73,10 @@ def free_port() -> int:
 def generate(
     address: str, prompt: Sequence[int], length: int, sampling: dict[str, Any] | None = None, **more: Any
 ) -> list[int]:
-    """Generate ``length`` tokens after ``prompt``: the most likely ones, or as ``sampling`` sets it."""
+    """Ask a server for ``length`` tokens after ``prompt`` and return their ids: greedy, or as ``sampling`` sets it.
+
+    ``more``: further fields of the request.
+    """
     sampling = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True} | (sampling or {})
     body = {"input_ids": list(prompt), "sampling_params": sampling, **more}
     answer = ask(f"{address}/generate", body, 60.0)
@@ -76,7 +85,10 @@ def generate(
 
 
 def ask(url: str, body: Any = None, seconds: float = 5.0, headers: Mapping[str, str] | None = None) -> Any:
-    """Return the JSON answer to a GET request, or with a ``body`` to a POST request."""
+    """Send a GET request, or a POST request with ``body`` as JSON, and return the answer's JSON; None if it is empty.
+
+    ``seconds``: its timeout. Raises ``urllib.error.URLError``.
+    """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
     with urllib.request.urlopen(request, timeout=seconds) as answer:

@@ -64,7 +64,7 @@ class StaticLlama(nn.Module):
         self.register_buffer("columns", torch.arange(columns))
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
-        """Return the likeliest token [1] after ``token`` [1] at ``position`` [1]."""
+        """Return the likeliest token [1] after ``token`` [1] at ``position`` [1], and store its KV in the cache."""
         x = self.embedding(token)
         rotation = self.cos.index_select(0, position), self.sin.index_select(0, position)
         mask = (self.columns <= position).view(1, 1, 1, -1)

@@ -35,7 +35,10 @@ class Summary(NamedTuple):
 
 
 def profiled(part: Part, run: Callable[[], object]) -> list[Kernel]:
-    """Return the kernels that ``run`` launches; in a dry run torch's operations on the CPU stand in for them."""
+    """Run ``run`` under torch's profiler, and return the GPU kernels and copies that it launched.
+
+    In a dry run torch's operations on the CPU stand in for them.
+    """
     kind = ProfilerActivity.CPU if part.dry_run else ProfilerActivity.CUDA
     device = "CPU" if part.dry_run else "CUDA"
     with profile(activities=[kind]) as profiler:
@@ -50,7 +53,10 @@ def profiled(part: Part, run: Callable[[], object]) -> list[Kernel]:
 
 
 def summarise(kernels: Iterable[Kernel], steps: int) -> Summary:
-    """Divide by ``steps``. Kernels that overlap count once as busy."""
+    """Return how many kernels ran per step, and for how long the GPU was busy and idle, in µs.
+
+    Kernels that overlap count once as busy. Raises ``ValueError`` if there are none.
+    """
     ordered = sorted(kernels, key=lambda kernel: kernel.begin)
     if not ordered:
         raise ValueError("the profiler has seen no kernel")
@@ -63,7 +69,7 @@ def summarise(kernels: Iterable[Kernel], steps: int) -> Summary:
 
 
 def write_table(kernels: Iterable[Kernel], steps: int, path: Path) -> None:
-    """Write what each kernel took in a step, the longest first."""
+    """Write a table to ``path``: time and launches per step of each kernel, the longest first."""
     by_name: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         by_name[kernel.name].append(kernel.end - kernel.begin)

@@ -40,11 +40,11 @@ class Asked(NamedTuple):
 
     @property
     def common(self) -> list[str]:
-        """Options of servers of this model."""
+        """Command line options of every server of this model."""
         return ["--model-path", str(self.folder / "model"), *self.options]
 
     def on(self, device: str) -> list[str]:
-        """Return the options of a server that computes on ``device`` in float32."""
+        """Return the command line options of a server that computes on ``device`` in float32."""
         return [*self.common, "--dtype", "float32", "--device", device]
 
     def log(self, name: str) -> Path:
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 
 
 def make_asked(part: Part) -> Asked:
-    """Save a random model and have transformers answer prompts with it."""
+    """Save a random model, and have transformers generate the expected answers to some prompts with it."""
     folder = part.scratch
     model = save_model(folder / "model", 2 if part.dry_run else SIZES["num_hidden_layers"])
     rng = np.random.default_rng(0)
@@ -66,9 +66,10 @@ def make_asked(part: Part) -> Asked:
 def compare(
     args: Sequence[str], log: Path, prompts: Prompts, expected: Tokens, least: float, length: int = LENGTH
 ) -> Finding:
-    """Compare each prompt's tokens with ``expected``, asked twice: the second time its prefix is cached.
+    """Run a server with ``args``, and compare its tokens for each prompt with ``expected``.
 
-    ``least``: share of the tokens that must agree.
+    Each prompt is sent twice: the second time its prefix is cached. ``least``: share of the tokens that must agree. A
+    kernel that is compiled meanwhile is a failure.
     """
     with serve(args, log) as address:
         backend = _backend(address)
@@ -84,14 +85,17 @@ def compiled_kernels(address: str) -> int:
 
 
 def without_compiles(found: Finding, compiled: int) -> Finding:
-    """Return ``found``, failed if the server has compiled kernels while serving."""
+    """Return ``found``, changed to failed if ``compiled``, the kernels compiled while serving, is above 0."""
     figure = f"{found.figure}, {compiled} kernels compiled while serving" if compiled else found.figure
     asked = f"{found.asked}, no kernel compiled while serving"
     return Finding(found.name, figure, asked, bool(found.ok) and not compiled)
 
 
 def judge(found: Tokens, expected: Tokens, least: float, what: str) -> Finding:
-    """Count the tokens that agree before the first difference."""
+    """Return how many tokens of the answers agree with ``expected`` before the first difference in each.
+
+    It is met if their share is at least ``least``. ``what``: words for the finding.
+    """
     same = sum(_common(one, other) for one, other in zip(found, expected, strict=True))
     total = sum(map(len, expected))
     asked = SAME if least == 1.0 else f"at least {least:.0%} of them"
@@ -112,7 +116,7 @@ def save_model(folder: Path, layers: int) -> Any:
 
 
 def save_packed(folder: Path, model: Any, ending: str) -> tuple[list[str], Any]:
-    """Save ``model`` with the weights named ``*ending`` in FP8, with a scale for each row.
+    """Save ``model`` to ``folder``, with the weights named ``*ending`` in FP8 and a scale for each of their rows.
 
     Returns a server's options for it, and a model of transformers with the dequantised weights.
     """
@@ -139,7 +143,7 @@ def save_packed(folder: Path, model: Any, ending: str) -> tuple[list[str], Any]:
 
 @torch.inference_mode()
 def answers_of(model: Any, prompts: Prompts) -> Tokens:
-    """Return what transformers generates for each prompt, in float32 on the CPU."""
+    """Return the ``LENGTH`` tokens that transformers generates greedily after each prompt, in float32 on the CPU."""
     answers = []
     for prompt in prompts:
         out = model.generate(

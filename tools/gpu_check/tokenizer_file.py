@@ -16,7 +16,10 @@ TOKENIZER_FILE = "tokenizer.gguf"
 
 
 def write_tokenizer(path: Path) -> None:
-    """Write the tokenizer of the embedded model to ``path``; raises ``ModelNotFound`` if it is not installed."""
+    """Write the embedded model's tokenizer to ``path`` as a GGUF file without tensors.
+
+    Raises ``ModelNotFound`` if the model is not installed.
+    """
     # Imported here: a machine that was given the file may lack the package.
     from gguf import GGUFReader, GGUFWriter
 
@@ -36,7 +39,10 @@ def write_tokenizer(path: Path) -> None:
 
 
 def find_tokenizer(wheels: Path | None, cache: Path) -> Path | None:
-    """Return the file that was brought along in ``wheels``, or the one in ``cache``, which is written if it can be."""
+    """Return the path of the tokenizer's file in ``wheels`` or, if it is not there, in ``cache``.
+
+    It is written to ``cache`` if neither has it. None if the embedded model is not installed either.
+    """
     for folder in filter(None, (wheels, cache)):
         if (folder / TOKENIZER_FILE).is_file():
             return (folder / TOKENIZER_FILE).absolute()

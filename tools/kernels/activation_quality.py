@@ -79,7 +79,7 @@ class Score(NamedTuple):
 
 
 def main() -> None:
-    """Measure every way over both sets and print a table."""
+    """Score each way to round activations on both sets of texts, and print a table for each set."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", default="smollm2", help="a GGUF (default: %(default)s)")
     parser.add_argument("--questions", type=int, default=512, help="(default: %(default)s)")
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def questions(options: ServerOptions, count: int) -> list[Tensor]:
-    """Chats of one question, as token ids."""
+    """Return the first ``count`` chats of one question each, as token ids."""
     tokenizer = load_tokenizer(options)
     chosen = itertools.islice(((question, subject) for subject in SUBJECTS for question in QUESTIONS), count)
     chats = [
@@ -117,9 +117,9 @@ def questions(options: ServerOptions, count: int) -> list[Tensor]:
 
 
 def answered(model: Any, prompts: Sequence[Tensor], tokens: int) -> Iterator[Text]:
-    """Yield each of ``prompts`` with the reference's greedy answer of ``tokens`` tokens.
+    """Yield each of ``prompts`` with the reference model's greedy answer of ``tokens`` tokens; the shortest come first.
 
-    Prompts of one length run together.
+    Prompts of one length are computed together.
     """
     for length, same in itertools.groupby(sorted(prompts, key=len), key=len):
         ids = torch.stack(list(same))
@@ -131,7 +131,7 @@ def answered(model: Any, prompts: Sequence[Tensor], tokens: int) -> Iterator[Tex
 
 
 def engine_ways(model_path: str, window: int) -> Iterator[tuple[str, Way]]:
-    """Yield the ways of the CPU engine. ``window`` is the length of the longest text."""
+    """Yield the CPU engine's ways to compute, each with its name. ``window``: length of the longest text, in tokens."""
     yield "engine, float32", pdserve_way(model_path, window, "float32")
     yield "engine, bfloat16 (dequantised)", pdserve_way(model_path, window, "bfloat16")
     yield "engine, blocks, int16", pdserve_way(model_path, window, "bfloat16", "gguf")
@@ -139,7 +139,7 @@ def engine_ways(model_path: str, window: int) -> Iterator[tuple[str, Way]]:
 
 
 def rounded_ways(model: Any) -> Iterator[tuple[str, Way]]:
-    """Yield ``model`` with the inputs of its linear layers rounded in several ways."""
+    """Yield, with their names, ways that run ``model`` with the inputs of its linear layers rounded."""
     for size in (32, 16, 8):
         yield f"rounding alone: 8 bits, runs of {size}", rounded_way(model, by_runs(8, size))
     for kept in (1, 4):
@@ -150,7 +150,7 @@ def rounded_ways(model: Any) -> Iterator[tuple[str, Way]]:
 
 
 def by_runs(bits: int, size: int) -> Callable[[Tensor], Tensor]:
-    """Rounds to whole numbers of ``bits`` bits, ``size`` inputs with one scale."""
+    """Return a function that rounds inputs to whole numbers of ``bits`` bits; ``size`` neighbours share a scale."""
 
     def round_inputs(x: Tensor) -> Tensor:
         padded = pad(x, (0, -x.shape[-1] % size))
@@ -163,7 +163,10 @@ def by_runs(bits: int, size: int) -> Callable[[Tensor], Tensor]:
 
 
 def without_largest(bits: int, size: int, kept: int) -> Callable[[Tensor], Tensor]:
-    """Round like ``by_runs``, but keep the ``kept`` largest of each run. The scale is that of the others."""
+    """Return a function that rounds like ``by_runs``, but keeps the ``kept`` largest inputs of each run as they are.
+
+    The scale is that of the rounded inputs.
+    """
     round_inputs = by_runs(bits, size)
 
     def round_rest(x: Tensor) -> Tensor:
@@ -191,12 +194,12 @@ def rounded_way(model: Any, round_inputs: Callable[[Tensor], Tensor]) -> Way:
 
 
 def places_of(way: Way, text: Text) -> Tensor:
-    """Return the logits of the tokens of ``text`` that are compared, [P, V]."""
+    """Compute the logits [P, V] that predict the tokens of ``text`` from index ``first`` on."""
     return way(text.ids)[text.first - 1 : len(text.ids) - 1].clone()
 
 
 def measure(way: Way, texts: Sequence[Text], expected: Sequence[Tensor]) -> Score:
-    """Score a way over ``texts``. ``expected``: the reference's logits of each."""
+    """Return the scores of one way over ``texts``. ``expected``: the reference's logits of each text."""
     loss = divergence = agreement = 0.0
     for text, logits in zip(texts, expected, strict=True):
         truth, log_p = logits.double().log_softmax(-1), places_of(way, text).double().log_softmax(-1)

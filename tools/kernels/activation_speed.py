@@ -42,7 +42,7 @@ class Way(NamedTuple):
 
 
 def main() -> None:
-    """Measure every way in turns and print a table."""
+    """Measure tokens per second of each way to round activations, in turns, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", default="smollm2", help="a GGUF (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="6 at least (default: %(default)s)")
@@ -67,7 +67,10 @@ def main() -> None:
 
 
 def load(model_path: str, cpus: tuple[int, ...], **options: str) -> Way:
-    """Load the model in bfloat16 with further ``options``."""
+    """Load the model into the CPU engine in bfloat16, with further server ``options``. Prepare the passes to measure.
+
+    ``cpus``: cores of its threads.
+    """
     model = load_model(
         ServerOptions(
             model_path=model_path,
@@ -94,7 +97,7 @@ def load(model_path: str, cpus: tuple[int, ...], **options: str) -> Way:
 
 
 def run(way: Way) -> dict[str, float]:
-    """Return the tokens a second of each pass."""
+    """Run each pass of a way, and return its tokens per second by the pass's name."""
     # The prompt first: it writes the keys and values that decodes read.
     order = sorted(way.passes, key=lambda name: -way.passes[name][0])
     compute = way.model.engine.host_logits
@@ -102,7 +105,7 @@ def run(way: Way) -> dict[str, float]:
 
 
 def middle(work: Callable[[], object]) -> float:
-    """Return the seconds of the median run of ``work``."""
+    """Run ``work`` at least four times and for ``SECONDS``; return the median seconds. The first run does not count."""
     work()
     times: list[float] = []
     while len(times) < 3 or sum(times) < SECONDS:
@@ -113,7 +116,7 @@ def middle(work: Callable[[], object]) -> float:
 
 
 def describe(values: Sequence[float]) -> str:
-    """Format the median, and the order statistics between which the true one lies with at least 95 %."""
+    """Format the median of ``values`` and an interval that has the true median with at least 95 % probability."""
     ordered, count = sorted(values), len(values)
     cut = 0
     while 2 * sum(math.comb(count, i) for i in range(cut + 2)) / 2**count <= 0.05:

@@ -35,7 +35,7 @@ class Speed(NamedTuple):
 
 
 def main() -> None:
-    """Run every number of streams and print it."""
+    """Measure prompts and decode steps at each number of streams, and print tokens per second."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quantization", choices=("none", "gguf", "int8", "int4"), default="gguf")
@@ -70,7 +70,10 @@ def main() -> None:
 
 
 def measure(model: LoadedModel, streams: int, prompt: int, steps: int, chunk: int) -> Speed:
-    """Measure ``streams`` prompts, and then ``steps`` steps of all of them."""
+    """Compute ``streams`` prompts of ``prompt`` tokens, then ``steps`` decode steps of all streams. Return the speeds.
+
+    ``chunk``: maximum number of prompt tokens in a pass.
+    """
     size = model.pools.layout.page_size
     width = -(-(prompt + steps) // size) * size
     table = (torch.arange(streams * width, dtype=torch.int32) + size).view(streams, width)
@@ -88,7 +91,10 @@ def measure(model: LoadedModel, streams: int, prompt: int, steps: int, chunk: in
 
 
 def _pieces(streams: int, prompt: int, chunk: int) -> list[tuple[range, int, int]]:
-    """Return the streams of each pass with the tokens of each: whole prompts together, or pieces of one."""
+    """Return the passes for the prompts: the streams of each, and the range of the prompts' tokens that it computes.
+
+    A pass has whole prompts of several streams, or a piece of one prompt if that is longer than ``chunk``.
+    """
     if prompt <= chunk:
         together = chunk // prompt
         return [(range(i, min(i + together, streams)), 0, prompt) for i in range(0, streams, together)]
@@ -97,7 +103,7 @@ def _pieces(streams: int, prompt: int, chunk: int) -> list[tuple[range, int, int
 
 
 def _batch(table: torch.Tensor, tokens: torch.Tensor, rows: range, start: int, end: int) -> ForwardBatch:
-    """Make a pass of tokens ``[start, end)`` of each of ``rows``, with the logits of each row's last token."""
+    """Make a pass of the tokens ``[start, end)`` of each of ``rows``, with the logits of each row's last token."""
     count, length = len(rows), end - start
     return ForwardBatch(
         input_ids=tokens[rows.start : rows.stop, start:end].reshape(-1),

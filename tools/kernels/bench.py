@@ -42,7 +42,7 @@ PROMPTS = (128, 512)
 
 
 def main() -> None:
-    """Run everything and print it."""
+    """Measure the CPU kernels' products and whole forward passes, and print the figures beside their rooflines."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quantization", choices=("auto", "none", "gguf", "int8", "int4"), default="none")
@@ -119,9 +119,9 @@ def _pass(name: str, model: LoadedModel, batch: ForwardBatch, roofline: Roofline
 
 
 def _bytes_read(model: LoadedModel, batch: ForwardBatch) -> float:
-    """Return the bytes that a pass reads: every weight once, and the KV of every row.
+    """Return the bytes that a pass reads from memory: every weight once, and the KV of every row.
 
-    Experts count as the last pass read them.
+    Of experts, those count that the engine's last pass read.
     """
     kv_tokens = sum(map(operator.add, batch.starts, batch.q_lens))
     weights = model.engine.step_weight_bytes
@@ -132,7 +132,10 @@ def _bytes_read(model: LoadedModel, batch: ForwardBatch) -> float:
 
 
 def _operations(model: LoadedModel, batch: ForwardBatch) -> float:
-    """Count the operations of linear layers for every token, the head for each row's last, and causal attention."""
+    """Count a pass's floating-point operations: linear layers, causal attention and the output head.
+
+    The head counts for each row's last token alone.
+    """
     spec = _spec(model)
     width = sum(layer.attention.heads * layer.attention.head_dim for layer in spec.layers)
     inner = sum(_inner(layer.mlp) for layer in spec.layers)
@@ -144,7 +147,7 @@ def _operations(model: LoadedModel, batch: ForwardBatch) -> float:
 
 
 def _inner(network: MLPSpec | ExpertsSpec) -> int:
-    """Inner columns that a token goes through."""
+    """Return the number of inner columns that a token goes through in an MLP, or in its chosen and shared experts."""
     if isinstance(network, MLPSpec):
         return network.inner
     return network.chosen * network.inner + (0 if network.shared is None else network.shared.inner)
@@ -157,7 +160,10 @@ def _spec(model: LoadedModel) -> ModelSpec:
 
 
 def make_batch(table: torch.Tensor, starts: list[int], q_lens: list[int], vocab_size: int) -> ForwardBatch:
-    """Make a pass over rows 0, 1, …, one for each start, that returns the logits of each row's last token."""
+    """Make a pass over the rows 0, 1, … of ``table``, with the logits of each row's last token.
+
+    Row i computes ``q_lens[i]`` tokens after ``starts[i]`` tokens of context. ``table``: slots by row and position.
+    """
     positions = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, q_lens, strict=True)])
     row_of_token = torch.repeat_interleave(torch.arange(len(starts)), torch.tensor(q_lens))
     return ForwardBatch(

@@ -42,7 +42,7 @@ CASES = (Decodes(1, 200), Decodes(8, 200), Decodes(1, 4096), Decodes(8, 1024), D
 
 
 def main() -> None:
-    """Run everything and print it."""
+    """Measure decode steps over KV pools of each type, in turns, and print bytes per token, times and ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quantization", choices=("none", "gguf", "int8", "int4"), default="none")
@@ -74,7 +74,10 @@ def main() -> None:
 
 
 def fill(pool: BlockPool | KVPool) -> None:
-    """Write every page: memory that never was is one page of zeros, and lies in the nearest cache."""
+    """Write values into every page of a KV pool, so that its memory is really there.
+
+    Memory that was never written is one shared page of zeros, which stays in the nearest cache.
+    """
     if not isinstance(pool, BlockPool):
         pool.data.uniform_(-1.0, 1.0)
         return
@@ -89,7 +92,10 @@ def fill(pool: BlockPool | KVPool) -> None:
 
 
 def measure(case: Decodes, models: dict[str, LoadedModel], turns: int) -> None:
-    """Print what a step takes with each of ``models``, and the median of the turns' ratios to the first."""
+    """Time a decode step of ``case`` on each of ``models``, in ``turns`` rounds. Print the fastest times and ratios.
+
+    A ratio is the median over the rounds of the time to the first model's.
+    """
     first = next(iter(models))
     seconds: dict[str, list[float]] = {name: [] for name in models}
     batch = _batch(case, models[first])

@@ -57,7 +57,7 @@ class Score(NamedTuple):
 
 
 def main() -> None:
-    """Measure every way and print a table."""
+    """Score each way to compute on the text's windows, and print perplexities and divergences from the reference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--tokens", type=int, default=4096, help="tokens of the text's beginning (default: %(default)s)"
@@ -83,7 +83,10 @@ def main() -> None:
 
 
 def make_ways(model_path: str, window: int) -> Iterator[tuple[str, Way]]:
-    """Name and function of each way, the reference first."""
+    """Yield each way to compute with its name, the reference first. ``window``: maximum tokens of a text.
+
+    Each model is loaded when its way is drawn.
+    """
     source = resolve_model(model_path)
     model = transformers_model(source, dequantised(source))
     yield REFERENCE, transformers_way(model)
@@ -101,7 +104,7 @@ def make_ways(model_path: str, window: int) -> Iterator[tuple[str, Way]]:
 
 
 def dequantised(source: ModelSource) -> dict[str, Tensor]:
-    """Return the weights as pdserve's own loader reads them, in float32, by our names."""
+    """Load the weights by pdserve's own loader and return them in float32, by our names for them."""
     spec = read_spec(source)
     weights = Decoder(spec, torch.float32, torch.device("cpu")).weights()
     load_model_weights(weights, source, spec, "auto", 0)
@@ -130,7 +133,10 @@ def transformers_model(source: ModelSource, weights: dict[str, Tensor]) -> Any:
 
 
 def as_theirs(config: dict[str, Any], names: Sequence[str], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return our ``weights`` as the tensors ``names`` of a Hugging Face model, without those that we lack parts of."""
+    """Return our ``weights`` as the tensors ``names`` of a Hugging Face model. ``config``: that model's.
+
+    Tensors that we lack any part of are left out.
+    """
     spec = spec_from_hf(config)
     theirs = {}
     for name in names:
@@ -146,7 +152,10 @@ def as_theirs(config: dict[str, Any], names: Sequence[str], weights: dict[str, T
 
 
 def in_bfloat16(model: Any) -> Any:
-    """Copy a model with its weights rounded to bfloat16. Its rotary frequencies stay in float32, as in transformers."""
+    """Return a copy of a model with its weights rounded to bfloat16.
+
+    Its rotary frequencies stay in float32, as in transformers.
+    """
     rounded = copy.deepcopy(model)
     for parameter in rounded.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -154,7 +163,7 @@ def in_bfloat16(model: Any) -> Any:
 
 
 def transformers_way(model: Any) -> Way:
-    """Return a way that runs a model of transformers, in the type of its weights."""
+    """Return a function that computes a text's logits by a model of transformers, in the type of its weights."""
 
     def run(ids: Tensor) -> Tensor:
         with torch.inference_mode():
@@ -172,7 +181,7 @@ def pdserve_way(
     kv_dtype: KVDTypeName = "auto",
     activations: QuantizedActivations = "int16",
 ) -> Way:
-    """Return a way that runs the CPU engine, for texts of at most ``window`` tokens.
+    """Load the CPU engine, and return a function that computes the logits of a text of at most ``window`` tokens.
 
     The other parameters are those of ``--dtype``, ``--quantization``, ``--kv-cache-dtype`` and
     ``--quantized-activations``. Raises ``ModelError`` if it can't run.
@@ -209,7 +218,7 @@ def pdserve_way(
 
 
 def measure(ways: dict[str, Way], windows: Tensor) -> dict[str, Score]:
-    """Score every way over ``windows``. ``ways`` begins with the reference."""
+    """Return the scores of each way over ``windows``, by name. The first of ``ways`` is the reference."""
     losses, divergences = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
     for ids in windows:
         expected: Tensor | None = None
@@ -225,10 +234,10 @@ def measure(ways: dict[str, Way], windows: Tensor) -> dict[str, Score]:
 
 
 def _compare(logits: Tensor, expected: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Return sums over the rows of -ln p(target) and of the divergence from ``expected`` (log probabilities).
+    """Return sums over all rows: of -ln p(target), and of the divergence of ``logits`` from ``expected``.
 
-    It computes in float64, because the divergence of float32 from float32 is less than the rounding of a float32
-    logarithm.
+    ``expected``: log probabilities. It computes in float64, because the divergence of float32 from float32 is less than
+    the rounding of a float32 logarithm.
     """
     loss = divergence = 0.0
     blocks = (torch.split(tensor, ROWS) for tensor in (logits, expected, targets))

@@ -34,7 +34,10 @@ class Roofline:
     """Measures on ``cpus``, one thread on each. Keeps ``MEMORY`` bytes until the process ends."""
 
     def __init__(self, cpus: list[int]) -> None:
-        """Raises ``BuildError`` where there is no compiler, ``MemoryError`` without memory."""
+        """Compile the measuring code and reserve memory for it.
+
+        Raises ``BuildError`` if there is no compiler, ``MemoryError`` if there is too little memory.
+        """
         library = CDLL(str(build(choose_level(), SOURCES, "roofline")))
         library.pds_roofline_memory.restype = c_void_p
         library.pds_roofline_memory.argtypes = (c_int64,)
@@ -51,7 +54,7 @@ class Roofline:
             raise MemoryError(f"no {MEMORY >> 20} MiB to measure the memory's bandwidth with")
 
     def bandwidth(self) -> float:
-        """Measure the bytes a second that all threads read together: the best of a few readings."""
+        """Measure how many bytes per second all threads read together: the best of a few readings."""
         threads = len(self._cpus)
         nbytes = MEMORY // (256 * threads) * 256 * threads
         best = np.inf
@@ -62,8 +65,9 @@ class Roofline:
         return nbytes / float(best)
 
     def peak(self, kind: ProductKind) -> float:
-        """Measure the operations a second of all threads together, in products of ``kind`` as this level
-        computes them.
+        """Measure how many operations per second all threads do together in products of ``kind``.
+
+        Return the best of a few runs.
         """
         threads = len(self._cpus)
         best = np.inf
@@ -75,6 +79,6 @@ class Roofline:
         return operations * threads / float(best)
 
     def describe(self, kind: ProductKind) -> str:
-        """Name the instructions that compute products of ``kind`` at this level."""
+        """Return the name of the CPU instructions that compute products of ``kind`` at this level."""
         name: bytes = self._library.pds_roofline_kind(kind)
         return name.decode()
