@@ -44,7 +44,7 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """Return the name that answers report."""
+        """Return the name that answers report: the first of ``names``."""
         return self.names[0]
 
     def answers_to(self, asked: str | None) -> bool:

@@ -167,7 +167,7 @@ class ItemRenderer:
 
     @property
     def created(self) -> int:
-        """Return 0: the time is not reported here."""
+        """Return 0: a ``ReqText`` has no creation time. The instance that has the client reports it."""
         return 0
 
     @property

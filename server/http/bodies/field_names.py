@@ -90,7 +90,7 @@ class IgnoredField(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The field's path without list indices, so that the log names a field once for all items of a list."""
+        """The field's path with ``[]`` for list indices, so that the log names a field once for all items of a list."""
         return INDEX.sub("[]", self.place) + _plain(self.name)
 
 

@@ -373,7 +373,7 @@ def _own_key(key: str, owner: str) -> str:
     """Return the cache namespace of a restored request, so that only requests of the same API key find its KV.
 
     ``key``: the namespace that it was saved with. ``owner``: the name of its API key. The owner's name is put before
-    ``key`` unless it is there already. It is missing if the request was saved by a server that shares prefixes between
-    keys.
+    ``key`` unless it is there already. A server that shares prefixes between keys saves ``key`` without the owner's
+    name.
     """
     return key if key.startswith(f"{owner}\0") else f"{owner}\0{key}"

@@ -37,11 +37,11 @@ class HeldBytes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by all keys."""
+        """Bytes of prompts held by all API keys together."""
         return self._shares.held
 
     def check(self, key: str, nbytes: int) -> None:
-        """Raise ``ApiError`` 429 if ``key`` may not hold ``nbytes`` more."""
+        """Raise ``ApiError`` 429 if the API key ``key`` may not hold ``nbytes`` more of prompts now; count nothing."""
         shares = self._shares
         if not shares.has_room(key, nbytes):
             raise ApiError(

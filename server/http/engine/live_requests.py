@@ -31,7 +31,7 @@ class LiveRequests:
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
-        """Return how many requests the engine has not ended, abandoned ones included."""
+        """Return how many requests the engine has not ended; those without a client count."""
         return len(self._by_wire_rid)
 
     def __contains__(self, wire_rid: str) -> bool:
@@ -56,7 +56,7 @@ class LiveRequests:
     # --- names ---
 
     def is_named(self, name: str, caller: Caller = ANYBODY) -> bool:
-        """Return whether a running request of ``caller`` has this name."""
+        """Return whether a submission of ``caller`` that is not over has a request of this name."""
         return (caller.name, name) in self._names
 
     def named(self, name: str, caller: Caller) -> list[Choice]:
@@ -82,14 +82,14 @@ class LiveRequests:
         return self.running(name, caller) or self._names.find_ended(caller, name)
 
     def still_running(self, choices: Iterable[Choice]) -> list[Choice]:
-        """Return the choices that the engine has not ended and that have an owner."""
+        """Return those of ``choices`` that the engine has not ended and for which a submission still waits."""
         return [choice for choice in choices if self.get(choice.wire_rid) is not None]
 
     def wire_rid(self, rid: str, taken: Container[str] = ()) -> str:
-        """Return ``rid``, with a number appended if it is in use.
+        """Return an id for the engine that is free: ``rid``, with a number appended if it is in use.
 
-        Another caller's request may have it, an abandoned one, or one of the same submission (``taken``). A numbered
-        name may be in use as well.
+        Another caller's request may have it, one without a client, or one of the same submission (``taken``). A
+        numbered name may be in use as well.
         """
         wire_rid = rid
         while wire_rid in self._by_wire_rid or wire_rid in taken:
@@ -111,7 +111,7 @@ class LiveRequests:
         self._names.add(owner, named)
 
     def add_arrived(self, submission: Submission) -> None:
-        """Add a request that came from another instance. It has no name yet."""
+        """Add the only request of a submission that came from another instance. No caller has a name for it yet."""
         [choice] = submission.choices
         self._by_wire_rid[choice.wire_rid] = LiveRequest(choice, submission)
 

@@ -213,7 +213,7 @@ class MovedAnswers:
                 relay.on_text(TextBatch([ReqText(choice.wire_rid, "", [], finish, choice.meta)]))
 
     def is_away(self, rid: str) -> bool:
-        """Return whether a request has ended here while its answer goes on elsewhere."""
+        """Return whether the request ``rid`` has ended here while its answer goes on at another instance, or did."""
         return rid in self._away
 
     def leave(self, rid: str) -> bool:
@@ -230,7 +230,7 @@ class MovedAnswers:
         self.abort([relay.choice for relay in self._relays.values()], reason)
 
     def when_quiet(self, call: Callable[[], None]) -> None:
-        """Call ``call`` as soon as no answer waits to be read here and none is relayed."""
+        """Call ``call`` once, as soon as no moved answer waits to be read here and none is relayed; that may be now."""
         self._when_quiet = call
         self._look()
 

@@ -72,13 +72,13 @@ class QuestionClient:
         return self._limits
 
     def on_answer(self, answer: Answer) -> None:
-        """Give an answer to its waiter. An answer that came too late is dropped."""
+        """Hand ``answer`` to the ``ask`` that waits for it. Drop it if none does because it came too late."""
         future = self._waiting.get(answer.id)
         if future is not None and not future.done():
             future.set_result(answer)
 
     def close(self, reason: str) -> None:
-        """Fail every question that waits, and all later ones, with a 503."""
+        """Fail every question that waits, and all later ones, with an ``ApiError`` 503 that says ``reason``."""
         self._closed = reason
         for future in self._waiting.values():
             if not future.done():

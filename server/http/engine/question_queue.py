@@ -88,7 +88,7 @@ class QuestionQueue:
 
     @property
     def waiting(self) -> int:
-        """Questions that wait for their turn."""
+        """Number of questions that wait for their turn, those with a turn not included."""
         return self._count.held
 
     @property

@@ -86,6 +86,6 @@ class RunningNames:
         return []
 
     def owned(self, caller: Caller) -> list[Choice]:
-        """Return every choice of ``caller``, once."""
+        """Return every choice in the running submissions of ``caller``, once even if it has several names."""
         mine = (choices for (owner, _), choices in self._choices.items() if owner == caller.name)
         return list({choice.wire_rid: choice for choices in mine for choice in choices}.values())

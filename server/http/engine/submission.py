@@ -232,8 +232,9 @@ class Submission:
             self._wakeup.set()
 
     def fail(self, failure: ApiError | ClientGone | AnswerMoved) -> None:
-        """Fail with ``failure``: no more output will come. The first failure counts, except that ``ClientGone``
-        replaces it.
+        """Keep ``failure`` for the waiter, which raises it, and wake the waiter. No more output will come.
+
+        The first failure counts, except that ``ClientGone`` replaces it.
         """
         if self._failure is None or isinstance(failure, ClientGone):
             self._failure = failure

@@ -142,7 +142,7 @@ class NativeRenderer:
         return not self._incremental
 
     def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return one object, or a list if the body held a list or asked for several choices."""
+        """Return the object of the only choice, or a list of objects if the body held a list or wants several."""
         answers = [self._render(choice, None) for choice in choices]
         return answers if self._as_list else answers[0]
 

@@ -36,7 +36,10 @@ FINISH_REASONS = {
 
 
 def check_model(asked: str | None, model: ServedModel) -> None:
-    """Raise ``ApiError`` 404 if a client asks for a model that is not the one served."""
+    """Raise ``ApiError`` 404 if a client asks for a model that is not the one served.
+
+    None asks for no particular one.
+    """
     if not model.answers_to(asked):
         message = f'model: "{shown(asked or "")}" is not served here; "{model.name}" is'
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -111,7 +114,7 @@ class Envelope:
         )
 
     def wrap(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Wrap ``choices`` in an object of type ``kind``."""
+        """Return an object of type ``kind``, such as ``chat.completion``: the envelope's fields and ``choices``."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def ids(self, token_ids: list[int]) -> dict[str, Any]:
@@ -119,7 +122,7 @@ class Envelope:
         return {"token_ids": token_ids} if self.token_ids else {}
 
     def prompt_ids(self, choice: Choice) -> dict[str, Any]:
-        """Return the ids of a choice's prompt as a field if they were asked for, else no field."""
+        """Return the token ids of a choice's prompt as a field; no field if unwanted, or before they have come."""
         if not self.token_ids or choice.prompt is None:
             return {}
         return {"prompt_token_ids": choice.prompt.token_ids}
@@ -197,7 +200,7 @@ class EnvelopeRenderer:
 
     @property
     def created(self) -> int:
-        """Return the creation time in the envelope."""
+        """Return the creation time that the answer reports, a Unix time in whole seconds."""
         return self._envelope.created
 
     @property

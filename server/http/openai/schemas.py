@@ -258,5 +258,5 @@ class ChatBody(OpenAIBody):
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens to generate; None: until the context is full."""
+        """Maximum number of tokens to generate; None: until the context is full."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

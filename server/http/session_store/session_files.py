@@ -244,7 +244,7 @@ class SessionFiles:
                 raise SessionError(507, text)
 
     def _sweep(self) -> None:
-        """Remove expired sessions and abandoned unfinished files."""
+        """Delete the expired sessions of all owners, and unfinished files that are over an hour old."""
         now = time.time()
         for folder in self._folders(None):
             for entry in os.scandir(folder):
@@ -335,7 +335,7 @@ def _digest_of(data: bytes) -> bytes:
 def _read(path: Path, limit: int) -> bytes | None:
     """Return at most the first ``limit`` bytes of a plain file, None if there is none.
 
-    Raises ``BadFrame`` for anything else found there.
+    Raises ``BadFrame`` for anything else found there, such as a link, or a file that other users may write.
     """
     try:
         # Opening a pipe or a device without O_NONBLOCK could block.
@@ -377,7 +377,10 @@ def _listed(folder: Path) -> Iterator[Listed]:
 
 
 def _remove_folder(path: Path) -> None:
-    """Remove a folder that stands in a session's place, if it is empty: its content is not this server's to delete."""
+    """Remove a folder that stands in a session's place, if it is empty: its content is not this server's to delete.
+
+    Raises ``SessionError`` 409 if it is not empty.
+    """
     try:
         os.rmdir(path)
     except OSError as e:

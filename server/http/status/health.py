@@ -79,7 +79,7 @@ async def livez(request: Request) -> Response:
 
 @endpoint(HealthAnswer)
 async def health_generate(request: Request) -> Response:
-    """Answer 200 when a token has really been generated within the time limit, else 503 with the reason."""
+    """Generate one token to test the whole engine: answer 200 if it comes in time, else 503 with the reason."""
     engine = HttpState.of(request).engine
     plan = PromptPlan(
         prompt=Prompt(text="1"),
