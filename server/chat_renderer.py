@@ -81,7 +81,7 @@ class AsksWithText(Protocol):
     """The thread that answers questions with conversations; ``QuestionThread`` is one."""
 
     def ask(self, question: EncodeReq, rendered: Rendered) -> None:
-        """Queue a question for another thread, which answers it to the HTTP process. Return at once.
+        """Queue a question for another thread, which sends the answer to the HTTP process. Return at once.
 
         ``rendered``: the question's conversation as text, or the reason to refuse it.
         """

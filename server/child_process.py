@@ -40,7 +40,10 @@ class Process(Protocol):
         """Return the exit code, None while the process runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code. Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds."""
+        """Wait for the end and return the exit code. Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds.
+
+        None waits without limit.
+        """
 
     def send_signal(self, sig: int) -> None:
         """Send a signal, unless the process has ended."""

@@ -138,7 +138,8 @@ class ClusterProcess:
     def take_end(self) -> str:
         """Wait until the process has ended, and plan its restart. Return in words how it ended.
 
-        The pause before the restart doubles with each death in the last ``MEMORY`` seconds.
+        The restart comes after a pause, which doubles with each death in the last ``MEMORY`` seconds. ``start`` must be
+        called then.
         """
         assert self._process is not None
         how = describe_exit(self._process.wait())

@@ -29,7 +29,7 @@ class QuestionThread:
         self._thread = ThreadPoolExecutor(1, "text-questions")
 
     def ask(self, question: EncodeReq | DecodeReq, rendered: str | PromptError | None = None) -> None:
-        """Queue a question for the thread, which answers it to the HTTP process. Return at once.
+        """Queue a question for the thread, which sends the answer to the HTTP process. Return at once.
 
         Any thread may call this. ``rendered``: the question's conversation as the chat template renders it, or why it
         is refused. None for texts.

@@ -45,9 +45,9 @@ def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
 
 
 def parameter(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """Return the names of the JSON types of a tool's parameter; the empty set if ``schema`` does not say.
+    """Return the names of the JSON types of the parameter ``name``; the empty set if ``schema`` does not say.
 
-    ``schema``: of all the tool's parameters.
+    ``schema``: JSON schema of all parameters of the tool.
     """
     properties = schema.get("properties")
     own = properties.get(name) if isinstance(properties, Mapping) else None
