@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints.answers import load_reference
 from checkpoints.gguf_parts import make_parts
-from support.families import make_config
+from support.families import make_reference
+from support.model_harness import Harness, close, draw, reference_logits
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from pdserve.messages.conversation import ChatMessage, Conversation
-from pdserve.model_files.families.registry import spec_from_hf
 from pdserve.model_files.model_path import ModelSource
 from pdserve.model_files.sampling_defaults import read_sampling_defaults
 from pdserve.model_files.text.chat_template import ChatTemplates
@@ -76,13 +77,15 @@ def test_the_older_map_does_not_change_the_end_of_text_of_a_template(tmp_path: P
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_yarn_added_to_a_config_with_rope_parameters_counts_in_every_family(family: str) -> None:
-    raw = make_config(family).to_dict()
-    theta = raw["rope_parameters"]["rope_theta"]
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": theta}
-    plain, stretched = spec_from_hf(raw), spec_from_hf(raw | {"rope_scaling": yarn})
-    assert stretched == spec_from_hf(raw | {"rope_parameters": yarn})
-    assert stretched.ropes != plain.ropes
+def test_a_yarn_added_to_a_config_with_rope_parameters_counts_as_in_transformers(tmp_path: Path, family: str) -> None:
+    make_reference(family, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}).save_pretrained(tmp_path)
+    plain, tokens = load_reference(tmp_path), draw(150, 3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": yarn}))
+    logits = Harness(tmp_path, attention_backend="torch").forward((0, tokens))
+    close(logits, reference_logits(load_reference(tmp_path), tokens))
+    assert (logits - reference_logits(plain, tokens)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(
