@@ -109,11 +109,13 @@ def _call(node: ast.expr) -> ToolCall:
 
 
 def _name(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}"
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
     if not isinstance(node, ast.Name):
         raise Malformed("name")
-    return node.id
+    return ".".join([node.id, *reversed(parts)])
 
 
 def _literal(node: ast.expr) -> Any:

@@ -12,12 +12,14 @@ from collections.abc import Generator
 from .base import OutputFormat, ParseRequest
 from .events import ToolCall
 from .reader import Malformed, Parser, Reader
-from .schema_types import parameter, to_json
+from .schema_types import parameter, properties_of, to_json
 from .sections import only_text, reasoning, text_and_calls
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+MAX_UNENDED = 128
+"""Maximum beginnings of other parameters to look for, in case a model forgets the end of a value."""
 VALUE_ENDS = (
     *(f"{PARAMETER_END}{space}{after}" for space in ("", "\n") for after in (PARAMETER, FUNCTION_END)),
     # Models forget to end the last value.
@@ -64,8 +66,8 @@ def _function(reader: Reader, request: ParseRequest) -> Generator[None, None, To
     while mark == PARAMETER:
         key, _ = yield from reader.until(">")
         key = key.strip()
-        properties = schema.get("properties") or {}
-        unended = [f"\n{PARAMETER}{other}>" for other in properties if other != key and other not in arguments]
+        others = [other for other in properties_of(schema) if other != key and other not in arguments]
+        unended = [f"\n{PARAMETER}{other}>" for other in others[:MAX_UNENDED]]
         value, mark = yield from reader.until(*VALUE_ENDS, *unended)
         if mark in unended:
             reader.at -= len(mark) - len(PARAMETER) - 1

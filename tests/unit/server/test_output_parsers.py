@@ -152,6 +152,38 @@ def test_damaged_calls_end_somewhere(name: str, data: st.DataObject) -> None:
         assert isinstance(json.loads(call.arguments), dict)
 
 
+ODD_SCHEMAS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.just({"$ref": "#/$defs/a"}),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "enum", "anyOf", "allOf", "$ref", "const", "properties"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize("name", TWO_CALLS)
+@given(odd=ODD_SCHEMAS)
+def test_odd_schemas_of_tools_lose_no_call(name: str, odd: object) -> None:
+    schemas = [odd, {"properties": odd}, {"properties": {"word": odd, "most": odd}, "$defs": {"a": odd}}]
+    for schema in schemas:
+        parts = read(BY_NAME[name], ParseRequest({"find": schema, "now": odd}), [two_calls(name)])
+        assert [call.name for call in parts.calls] == ["find", "now"]
+
+
+def test_references_that_multiply_are_read_in_bounded_time() -> None:
+    again = [{"$ref": "#/$defs/a"}] * 1000
+    schema = {"properties": {"word": {"anyOf": again}}, "$defs": {"a": {"anyOf": again}}}
+    [call, _] = read(BY_NAME["glm"], ParseRequest({"find": schema, "now": {}}), [two_calls("glm")]).calls
+    assert json.loads(call.arguments)["word"] == 'sea "lion"'
+
+
+def test_a_call_by_a_very_long_chain_of_names_is_read() -> None:
+    name = ".".join(["a"] * 1500)
+    parts = read(BY_NAME["pythonic"], ParseRequest({name: {}}), [f"[{name}()]"])
+    assert parts.calls == [ToolCall(name, "{}")] or parts.text == f"[{name}()]"
+
+
 def test_a_long_argument_costs_linear_time() -> None:
     parser, steps = OutputParser(BY_NAME["hermes"], REQUEST), 0
     parser.feed('<tool_call>{"name": "find", "arguments": {"word": "')
