@@ -148,10 +148,9 @@ class WindowPages:
         return min(max(share, least), self.most_pages)
 
     def resize(self, num_full_pages: int) -> None:
-        """Change the number of window pages to what suits ``num_full_pages`` full pages (``pages_for``).
+        """Change the number of window pages to ``pages_for(num_full_pages)``, which must be at least ``committed``.
 
-        It must be at least ``committed``. Unused pages beyond the new end are dropped. Used ones count as ``beyond``
-        until no span has them.
+        Unused pages beyond the new end are dropped. Used ones count as ``beyond`` until no span has them.
         """
         before, self.num_pages = self.num_pages, self.pages_for(num_full_pages)
         idle = [page for page in self._idle if self.page_of[page] > self.num_pages]
@@ -180,11 +179,7 @@ class WindowPages:
         return self._promised + needs + self._slack <= self.num_pages or not self._promised
 
     def promise(self, span: WindowSpan, num_tokens: int) -> None:
-        """Reserve window pages for ``span``, as many as a request of at most ``num_tokens`` tokens needs. None is taken
-        yet.
-
-        An earlier promise to the span is replaced.
-        """
+        """Promise ``span`` the pages of up to ``num_tokens`` tokens, in place of an earlier promise. Take none yet."""
         before = span.committed
         self._promised -= span.promised
         span.promised = self.needs(num_tokens)
@@ -226,9 +221,8 @@ class WindowPages:
     def keep(self, span: WindowSpan, row: I32, first: int) -> bool:
         """Keep the window pages of a row, from page ``first`` on, for a hand-over that reads them, until ``let_go``.
 
-        They stay in the span, however far the request moves on; pages that have left it are added to it again. Return
-        False, with nothing changed, if one of them is gone, or if other requests are promised too many of the pool's
-        pages.
+        They stay in the span, or are added again, however far the request moves on. Return False, with nothing changed,
+        if one is gone, or if other requests are promised too many pages.
         """
         pages = self._pages(row, first, span.begin)
         gone = not self.page_of[pages].all()
@@ -248,8 +242,7 @@ class WindowPages:
     def growable(self, spans: Sequence[WindowSpan], lengths: Sequence[int]) -> list[bool]:
         """Return, for each of these requests with ``lengths`` tokens, whether it can get another token.
 
-        The span of a request that a hand-over reads takes more pages than promised as it grows. It waits while these
-        pages are promised to other requests.
+        A span that a hand-over reads outgrows its promise. It waits while these pages are promised to others.
         """
         spare = self.num_pages - self.committed
         able = []
@@ -261,9 +254,7 @@ class WindowPages:
         return able
 
     def outgrown(self, holds: Sequence[H]) -> list[H]:
-        """Return the holds with a window that must ``move`` before the next step, of requests that got their next
-        token's slot.
-        """
+        """Return the holds, with slots for their next token, that must ``move`` their window before the next step."""
         size = self.page_size
         return [hold for hold in holds if hold.window.must_move(hold.kv_len, size)]
 
@@ -289,11 +280,9 @@ class WindowPages:
         return _usable(missing, self.reach) * self.page_size
 
     def replace(self, span: WindowSpan, start: int, our_slots: I32, cached_slots: I32) -> None:
-        """Replace a request's own slots, from position ``start`` on, by cached slots of the same tokens, in whole
-        pages.
+        """Replace own slots, from position ``start`` on, by cached ones of the same tokens, in whole pages.
 
-        Only the accounts of window pages change here. If a cached page has lost its window page, it gets the one of the
-        request's own page.
+        Only accounts change here. A cached page that lost its window page gets that of the request's own page.
         """
         ours, theirs = slots_to_pages(our_slots, self.page_size), slots_to_pages(cached_slots, self.page_size)
         first = start // self.page_size
@@ -321,10 +310,7 @@ class WindowPages:
     # --- the worker ---
 
     def behind(self, pages: I32) -> list[I32]:
-        """Return the window page of each of the full ``pages``, 0 if it has none.
-
-        The list has one array for each group of windowed layers; here there is one group.
-        """
+        """Return the window pages of full ones, 0 for none: an array for each group of windowed layers, here one."""
         return [self.page_of[pages]]
 
     def take_changes(self) -> I32:
@@ -368,8 +354,7 @@ class WindowPages:
     def _extend(self, span: WindowSpan, pages: I32) -> None:
         """Give window pages to ``pages``, which follow a span and have none, and add them to the span.
 
-        The pages idle for longest lose theirs if none is free. Raises ``WindowPagesShort`` if the span would be longer
-        than ``_longest`` allows.
+        If none is free, the longest idle lose theirs. Raises ``WindowPagesShort`` if the span gets too long.
         """
         if span.end - span.begin + len(pages) > self._longest(span):
             raise WindowPagesShort(f"{len(pages)} more pages for {span}, of {self.num_pages}")

@@ -80,10 +80,7 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Return the names of the parts of a layer's bytes in a page, in their order: "K" and "V", or "latent".
-
-        A sparse group has "labels" as well, after "K" and "V".
-        """
+        """Return the names of a layer's parts in a page, in order: "K", "V" (sparse: and "labels"), or "latent"."""
         return {"mha": ("K", "V"), "mla": ("latent",), "sparse": ("K", "V", "labels")}[self.kind]
 
     @property
@@ -215,8 +212,7 @@ class SlotDelta(msgspec.Struct, array_like=True):
 class InputLogprobSpec(msgspec.Struct, array_like=True):
     """Prompt logprobs to return for one entry of a step.
 
-    The logits at offset ``first + i`` of the entry's tokens score token ``targets[i]`` (int32), the prompt's next
-    token.
+    The logits at offset ``first + i`` of the entry's tokens score the prompt's next token, ``targets[i]`` (int32).
     """
 
     entry: int
@@ -228,8 +224,7 @@ class InputLogprobSpec(msgspec.Struct, array_like=True):
 class SendPages(Message):
     """Scheduler → worker: push whole pages to the decode of ``handover``.
 
-    As part of a ``ForwardStep``, the pages are whole once the step has run. As a message of its own, earlier steps have
-    filled them.
+    In a ``ForwardStep``, they are whole once the step has run. In a message of its own, they are whole already.
     """
 
     handover: HandoverId
@@ -243,13 +238,10 @@ class SendPages(Message):
 
 
 class SliceChecksum(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Checksum of a part of a hand-over that was written at once.
+    """Checksum of a part of a hand-over that was written at once: ``count`` pages of a group from ``first`` on.
 
-    It covers ``count`` pages of a group from number ``first`` on, in the order in which they were handed in. Page by
-    page, it covers the group's layers from ``begin`` up to ``end``.
-
-    ``algorithm``: xxh3_64, or, from device to device, the sum of words that each computes where the pages lie
-    (``mem_cache/kv_pages/word_sum.py``).
+    It covers them page by page, in the order handed in, each from layer ``begin`` up to ``end``. ``algorithm``:
+    xxh3_64, or, from device to device, the sum of words computed where they lie (``mem_cache/kv_pages/word_sum.py``).
     """
 
     first: Annotated[int, Meta(ge=0, le=MAX_PAGES)]
@@ -264,9 +256,8 @@ class SliceChecksum(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 class ForwardStep(Message):
     """Scheduler → worker: one forward pass. Arrays are int32 bytes; there are ``B`` entries and ``T`` tokens in all.
 
-    Entry ``b`` computes ``q_lens[b]`` tokens of the request in row ``rows[b]``, from position ``starts[b]`` on. Prefill
-    chunks and decode steps mix freely. The worker applies ``new_rows``, ``slot_deltas`` and ``window_pages`` in this
-    order, and then runs the pass.
+    Entry ``b`` computes ``q_lens[b]`` tokens of the request in row ``rows[b]``, from position ``starts[b]`` on. Before
+    the pass, the worker applies ``new_rows``, ``slot_deltas`` and ``window_pages``, in this order.
     """
 
     step_id: int
@@ -356,10 +347,7 @@ class AdmitPeer(Message):
 
 
 class ConnectPeer(Message):
-    """Scheduler → worker: connect to ``peer``, to write into its pool. Answered by ``PeerConnected`` or ``PeerFailed``.
-
-    This admits the peer as well.
-    """
+    """Scheduler → worker: admit ``peer`` and connect to its pool. Answered by ``PeerConnected`` or ``PeerFailed``."""
 
     peer: str
     link: int
@@ -411,10 +399,7 @@ class CancelSend(Message):
 
 
 class SendEnded(Message):
-    """Worker → scheduler: the pages of ``handover`` are no longer read or written.
-
-    If ``error`` is None and ``cancelled`` is False, all pages have arrived, the last ones included.
-    """
+    """Worker → scheduler: the pages are not used any more. Unless ``error`` or ``cancelled``, all have arrived."""
 
     handover: HandoverId
     slices: list[SliceChecksum] = []
@@ -441,8 +426,7 @@ class SendProgress(Message):
 class GrantPages(Message):
     """Scheduler → worker: ``peer`` may write these pages of our pools, until ``RevokePages`` of this hand-over.
 
-    ``order`` and ``checksum`` are those of ``VerifyPages``. Pools on a device need them here, because pages are hashed
-    and converted as they arrive.
+    ``order``, ``checksum``: as in ``VerifyPages``, for devices, where pages are hashed and converted on arrival.
     """
 
     handover: HandoverId
@@ -463,8 +447,7 @@ class RevokePages(Message):
 class VerifyPages(Message):
     """Scheduler → worker: check that ``slices`` cover these pages of our pools. Answered by ``PagesVerified``.
 
-    Pages in another order than our own are converted in place once they are found right. So they must not be used
-    before the answer.
+    Pages in another order are converted in place once found right. They must not be used before the answer.
     """
 
     handover: HandoverId

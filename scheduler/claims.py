@@ -134,10 +134,7 @@ class Claims:
     # --- claims ---
 
     def came(self, req: Req) -> None:
-        """Count an admitted outgoing request for the transfer limit, although its peer has not asked for the KV yet.
-
-        Requests of other routes are ignored.
-        """
+        """Count an admitted outgoing request for the transfer limit before its peer asks for KV. Ignore others."""
         if req.route is Route.OUTGOING:
             self._outgoing[req.rid] = self._memory.pool.pages_up(req.prompt_len)
 
@@ -148,8 +145,7 @@ class Claims:
     def add_incoming(self, req: Req, prefix_limit: int, *, optional: bool) -> None:
         """Queue a claim for memory for KV that a peer has or will compute.
 
-        ``prefix_limit``: maximum tokens of it that may come from the local prefix cache. ``optional``: no request
-        depends on the KV, so the claim is skipped while it does not fit.
+        ``prefix_limit``: maximum tokens from the local prefix cache. ``optional``: skip it while it does not fit.
         """
         self._prefix_limits[req.rid] = prefix_limit
         self._waiting.add(req)
@@ -157,9 +153,7 @@ class Claims:
             self._optional.add(req)
 
     def forget(self, rid: str) -> None:
-        """Forget the request: drop its claim, its reservation and its count of revocations. Its memory is not freed
-        here.
-        """
+        """Drop the request's claim, its reservation and its count of revocations. Its memory is not freed here."""
         self._waiting.remove(rid)
         self.reservations.pop(rid, None)
         self._prefix_limits.pop(rid, None)
@@ -170,8 +164,7 @@ class Claims:
     def eligible(self, now: float, *, computing_only: bool = False) -> Iterator[Req]:
         """Yield the claims that could use memory at ``now``, in the order of grants, found as they are drawn.
 
-        ``computing_only``: leave incoming claims out. The claim that was drawn may be removed before the next one is
-        drawn.
+        ``computing_only``: leave incoming claims out. A drawn claim may be removed before the next is drawn.
         """
         for req in self._waiting.order(computing_only=computing_only or self._is_held(now)):
             if not (req.pending or self._memory.tiers.store.must_wait(req.rid, now) or self._is_yielding(req)):
@@ -180,8 +173,7 @@ class Claims:
     def computing(self, now: float) -> Iterator[Req]:
         """Yield the requests to compute here that may be granted memory at ``now``, in the order of grants.
 
-        Stop at the first incoming claim that is not optional, as it lacks memory. If only the transfer limit holds that
-        one up, all incoming claims are skipped instead.
+        Stop at an incoming claim that is not optional. If only the transfer limit holds it up, skip all incoming.
         """
         before: set[Req] = set()
         for req in self.eligible(now):
@@ -198,10 +190,9 @@ class Claims:
         yield from (req for req in self.eligible(now, computing_only=True) if req not in before)
 
     def first(self, now: float) -> Req | None:
-        """Return the request that is next to be granted memory, or None if no claim can use memory at ``now``.
+        """Return the request that is next to be granted memory, or None. Nothing is granted.
 
-        Optional claims are left out, and so are incoming ones if the transfer limit holds up the first. Nothing is
-        granted.
+        Optional claims are left out, and so are incoming ones if the transfer limit holds up the first.
         """
         req = self._first_needed(now)
         if req is None or req.route is not Route.INCOMING or self._is_within_limit(req):
@@ -213,12 +204,10 @@ class Claims:
         return next((req for req in self.eligible(now) if req.rid not in self._optional), None)
 
     def reserve(self, req: Req, without: Collection[Reservation] = ()) -> Reserve:
-        """Return what must stay obtainable when ``req`` gets memory: slots for further output, its own and that of the
-        others.
+        """Return what must stay obtainable when ``req`` gets memory: slots for its and others' further output.
 
-        The others are running requests and reservations. Nothing is reserved for a request that is alone, since it
-        always fits then. Nothing is reserved for a computing claim while no request runs here: peers may wait for what
-        it computes. ``without``: reservations to leave out, as if they were given back.
+        That is nothing if ``req`` is alone, as it always fits. Nor is anything reserved if it computes and none runs
+        here: peers may wait for it. ``without``: reservations that count as given back.
         """
         holders = dict.fromkeys(self._running.values())
         reserved = [one.req for one in self.reservations.values() if one not in without]
@@ -231,8 +220,7 @@ class Claims:
     def grant_incoming(self, now: float) -> list[Req]:
         """Grant memory to the incoming claims in order, as far as it fits, and return their requests.
 
-        The KV in that memory counts as unverified: the peer has not written it yet. Nothing of it is shared with other
-        requests before it has arrived and was checked.
+        KV there is unverified, and not shared with other requests before it has arrived and was checked.
         """
         granted: list[Req] = []
         if self._waiting.num_computing == len(self._waiting):
@@ -264,16 +252,11 @@ class Claims:
                 break
 
     def requested(self, req: Req, now: float) -> None:
-        """Note that the sender was asked for the KV of this reservation, which restarts the wait before it may be
-        revoked.
-        """
+        """Note that a reservation's sender was asked for KV, which restarts the wait before it may be revoked."""
         self.reservations[req.rid].since = now
 
     def began(self, rid: str) -> None:
-        """Note that the sender computes or sends the KV of ``rid``, so its reservation is not asked back any more.
-
-        Do nothing if ``rid`` has no reservation.
-        """
+        """Note that the sender computes or sends, so that the reservation, if any, is not asked back any more."""
         if (reservation := self.reservations.get(rid)) is not None:
             reservation.begun, reservation.asked_back = True, False
             self._yields.pop(rid, None)
@@ -294,8 +277,7 @@ class Claims:
     def to_revoke(self, now: float) -> list[Req]:
         """Choose the reservations that a waiting claim needs back (rule 2 of the module), and return their requests.
 
-        They count as asked back from now on, but asking the senders is left to the caller. A reservation is not chosen
-        again before its sender has answered.
+        They count as asked back until their senders answer. Asking the senders is left to the caller.
         """
         stalled = [
             one
@@ -326,10 +308,9 @@ class Claims:
         return victims
 
     def _revoke_for(self, req: Req, stalled: list[Reservation], now: float) -> list[Req]:
-        """Choose which of the ``stalled`` reservations to ask back so that ``req`` fits, and return their requests.
+        """Choose ``stalled`` reservations to ask back so that ``req`` fits; [] if it fits or all do not suffice.
 
-        What was asked back for ``req`` lately counts as free. The chosen ones yield to ``req`` from now on. Return []
-        if ``req`` fits without them, or if all of them would not suffice.
+        What was asked back for ``req`` lately counts as free. The chosen ones yield to ``req`` from now on.
         """
         gone = [
             one
@@ -349,10 +330,7 @@ class Claims:
         return [one.req for one in victims]
 
     def _may_revoke(self, one: Reservation, rank: int, now: float) -> bool:
-        """Return whether the stalled reservation ``one`` may be asked back for a computing claim of rank ``rank``.
-
-        It may if its own priority is lower (a higher rank), or if its patience is over.
-        """
+        """Return whether a stalled reservation may be asked back: its priority is lower, or its patience is over."""
         return self._waiting.rank(one.req) > rank or now - one.since >= one.patience
 
     def _patience(self, req: Req) -> float:
@@ -377,10 +355,7 @@ class Claims:
         return True
 
     def _is_within_limit(self, req: Req, without: Collection[Reservation] = ()) -> bool:
-        """Return whether the transfer limit (rule 1 of the module) allows this reservation.
-
-        ``without``: reservations to leave out, as if they were given back.
-        """
+        """Return whether the transfer limit (rule 1) allows this reservation. ``without`` count as given back."""
         if not self._outgoing:
             return True
         memory = self._memory
@@ -407,11 +382,7 @@ class Claims:
         return self._is_within_limit(req, gone) and memory.room.could_admit(req, self.reserve(req, gone), given)
 
     def _is_yielding(self, req: Req) -> bool:
-        """Return whether the claim, which was revoked for another request, must wait because that one still lacks
-        memory.
-
-        If it must not, forget that it was revoked.
-        """
+        """Return whether a revoked claim must wait for the one it was revoked for. If not, forget the revocation."""
         other = self._yields.get(req.rid)
         if other is None:
             return False
@@ -421,11 +392,7 @@ class Claims:
         return False
 
     def _is_held(self, now: float) -> bool:
-        """Return whether all incoming claims yield at ``now`` to a computing one for which reservations were asked
-        back.
-
-        If they do not, forget that claim.
-        """
+        """Return whether all incoming claims yield to a computing one at ``now``. If they do not, forget that claim."""
         claim = self._held_for
         if claim is None:
             return False

@@ -118,9 +118,7 @@ class _Question:
     done: Callable[[str, float], None] | None = None
 
     def place_of(self, name: bytes) -> Place:
-        """Return where the KV of one page came from, since the pages of one request need not all come from the same
-        tier.
-        """
+        """Return where the KV of one page came from. The pages of a request may come from several tiers."""
         if self.req.restored and self.place in (Place.HOST, Place.REUSE):
             return Place.RESTORE
         return Place.STORE if name in self.brought else self.place
@@ -235,8 +233,7 @@ class KVDebug:
     def expect(self, names: Sequence[bytes], hashes: bytes) -> None:
         """Remember the page hashes of a session's snapshot, so that the pages are compared if they come back.
 
-        ``hashes`` are packed as ``named_hashes`` returns them. Hashes that this instance has seen itself take
-        precedence.
+        ``hashes``: as ``named_hashes`` returns them. Hashes that this instance has seen itself take precedence.
         """
         size = sum(self._row_bytes)
         for i, name in enumerate(names[: len(hashes) // size if size else 0]):
@@ -245,9 +242,7 @@ class KVDebug:
                 self._remember(name, Known(self._split(row), BEFORE[Place.RESTORE]))
 
     def glance(self, pages: I32, tell: Callable[[PagesHashed], None]) -> None:
-        """Have the worker hash any pages, after everything that was sent, and call ``tell`` with the result. Compare
-        nothing.
-        """
+        """Have the worker hash pages, after everything that was sent, and ``tell`` the result. Compare nothing."""
         self._ask(_Glance(pages, tell), planned=False)
 
     def _ask(self, question: _Question | _Glance, *, planned: bool) -> None:
@@ -264,9 +259,7 @@ class KVDebug:
             self._tell(self._newest)
 
     def flush(self) -> None:
-        """Send the questions that waited for a step to the worker. The step and the copies before it must have been
-        sent.
-        """
+        """Send the waiting questions to the worker. Their step and the copies before it must have been sent."""
         for number in self._planned:
             self._tell(number)
         self._planned = []
@@ -298,8 +291,7 @@ class KVDebug:
     # --- answers ---
 
     def on_hashed(self, event: PagesHashed, now: float) -> Iterator[tuple[Req, int]]:
-        """Compare the hashes that the worker has computed with those remembered, or pass them on to the caller that
-        asked.
+        """Compare the hashes from the worker with those remembered, or pass them on to the caller that asked.
 
         Yield each request with wrong KV, and the position in tokens from which on it is wrong. The caller condemns it.
         """
@@ -320,8 +312,7 @@ class KVDebug:
     def _compare(self, question: _Question, event: PagesHashed) -> int | None:
         """Compare the pages' hashes with what is known of them, log differences, and remember new hashes.
 
-        Return the number of the first wrong page within the request, or None. Pages that were only recomputed
-        differently do not count.
+        Return the number of the first wrong page in the request, or None. Recomputed differently is not wrong.
         """
         wrong: list[str] = []
         first_wrong: int | None = None

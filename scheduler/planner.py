@@ -93,10 +93,7 @@ class StepPlanner:
         self._step_id = 0
 
     def plan(self, now: float) -> PlannedStep | None:
-        """Plan the next step, with memory for its tokens, and return it; None if nothing can be computed now.
-
-        Waiting requests are admitted for it, and running ones retracted if slots are short.
-        """
+        """Plan the next step: admit waiting requests, retract others if slots are short. Return None if it is empty."""
         builder = StepBuilder()
         self.retraction.begin_plan()
         for req in self.shared_prompts.ready():
@@ -168,11 +165,7 @@ class StepPlanner:
         self.running[req.rid] = req
 
     def begin(self, req: Req, now: float) -> None:
-        """Begin to compute the prompt of an incoming request here, because its KV will not come.
-
-        The request keeps the memory that was taken for that KV, and does not queue. ``now``: time of this
-        tick.
-        """
+        """Compute an incoming request's prompt here, as its KV will not come. It keeps the memory for that KV."""
         self.arriving.pop(req.rid, None)
         self.claims.landed(req.rid)
         req.state = ReqState.PREFILLING
@@ -185,19 +178,14 @@ class StepPlanner:
         self._rows.add(req, req.computed)
 
     def go_on(self, req: Req) -> None:
-        """Put a request that ``forget`` removed back into the queue that it was in: running if it has memory, else
-        waiting.
-        """
+        """Put a forgotten request back into the queue that it was in: running if it has memory, else waiting."""
         if req.hold is None:
             self.waiting.add(req)
         else:
             self.running[req.rid] = req
 
     def grant_incoming(self, now: float) -> list[Req]:
-        """Grant memory to the incoming claims in order, as far as it fits, and return their requests.
-
-        Peers have or compute the KV for that memory.
-        """
+        """Grant memory to the incoming claims in order, as far as it fits, and return their requests."""
         granted = self.claims.grant_incoming(now)
         self._turns += len(granted)
         return granted
@@ -213,9 +201,7 @@ class StepPlanner:
         self.hit_tokens += req.computed
 
     def came(self, req: Req) -> Req:
-        """Count a request that is about to be admitted for fair shares and the transfer limit, and return it. Queue
-        nothing.
-        """
+        """Count a request before its admission, for fair shares and the transfer limit, and return it."""
         self.waiting.shares.comes(req.tenant)
         self.claims.came(req)
         return req
@@ -340,10 +326,7 @@ class StepPlanner:
         return next(candidates, None) if pieces.may_begin else None
 
     def _is_loaded(self, req: Req) -> bool:
-        """Load as much of the request's prefix from host memory as there is budget for.
-
-        Return whether all of it is loaded.
-        """
+        """Load the prefix from host memory as far as the budget allows, and return whether all of it is loaded."""
         if req.loading is None:
             return True
         is_hit, came = req.loading.is_hit, self._memory.load_more(req)

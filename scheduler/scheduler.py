@@ -137,10 +137,9 @@ class Scheduler:
     # --- requests out ---
 
     def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
-        """End a request in ``state``, free its memory and send its client ``finish``.
+        """End a request in ``state``, free its memory and send its client ``finish``; None: the client knows already.
 
-        ``finish`` is None if the client has been informed already. A request that another instance still has is only
-        removed.
+        A request that another instance still has is only removed.
         """
         if req.elsewhere:
             self.leave(req, ReqState.MOVED)
@@ -152,10 +151,7 @@ class Scheduler:
             self.outbox.tokens(req, finish, self._meta(req))
 
     def limit_output(self, req: Req, tokens: int) -> None:
-        """Limit a request to ``tokens``, prompt and output together.
-
-        It ends now if its output has reached the limit.
-        """
+        """Limit a request to ``tokens``, prompt and output together. End it now if it has reached the limit."""
         req.limit_output(tokens)
         if req.output_len >= req.max_new_tokens:
             self.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))
@@ -164,8 +160,7 @@ class Scheduler:
     def fail(self, req: Req, status: int, message: str, kind: str = "server_error", code: str | None = None) -> None:
         """End a request because of a fault, and send its client its pending output and an error.
 
-        ``status``: HTTP status. ``kind`` and ``code``: fields of the error. A request that has ended already is
-        ignored.
+        ``status``: HTTP status. ``kind``, ``code``: fields of the error. Requests that have ended are ignored.
         """
         if req.is_ended:
             return
@@ -178,8 +173,7 @@ class Scheduler:
         self.outbox.error(ReqError(req.rid, status, message, kind, code=code, route=req.reported_route))
 
     def leave(self, req: Req, state: ReqState) -> None:
-        """Set a request to ``state``, in which it has ended, remove it from every queue and free its memory. Send
-        nothing.
+        """End a request in ``state``, remove it from every queue and free its memory. Send nothing.
 
         Raises ``AssertionError`` if the request has ended already.
         """
@@ -196,9 +190,7 @@ class Scheduler:
         log.debug("%s after %d output tokens", state, req.output_len, extra={"rid": req.rid})
 
     def _meta(self, req: Req) -> ReqMeta:
-        """Return the report that the client gets with the answer: token counts, timing up to now, retractions and
-        route.
-        """
+        """Return the report for the client: token counts, timing up to now, retractions and route."""
         return meta_of(req, max(self.now, req.times.last_token), has_tiers=self.tiers.enabled)
 
     # --- steps ---

@@ -113,8 +113,7 @@ class Peers:
         """Why new peers are turned away. None while they are accepted."""
 
     def peer_at(self, host: str, port: int, now: float, *, want: bool = True) -> Peer:
-        """Return the peer behind a bootstrap address, in any state. For an unknown address, make a peer and begin to
-        look it up.
+        """Return the peer behind a bootstrap address, in any state; if unknown, make it and begin to look it up.
 
         ``want``: open the direction in which the peer sends KV here. Without it the peer only exchanges messages.
         """
@@ -141,10 +140,7 @@ class Peers:
         self._directions.want(peer, now)
 
     def on_found(self, host: str, port: int, answer: Reached | str, now: float) -> None:
-        """Dial the instance that a bootstrap server has named, or use the peer that is connected to it already.
-
-        If ``answer`` is a text, which says why there is no registration, the peer is gone.
-        """
+        """Dial the instance that a bootstrap server named, or use its peer. A text as ``answer``: the peer is gone."""
         peer = self.table.by_address.get((host, port))
         if peer is None or peer.state is not PeerState.FINDING:
             return
@@ -224,10 +220,7 @@ class Peers:
         self._join(peer, identity, dialling=True)
 
     def _join(self, peer: Peer, identity: int, *, dialling: bool) -> None:
-        """Assign the connection ``identity`` to ``peer``, and queue our Hello as its first message.
-
-        ``dialling``: whether this instance has dialled, so that the Hello carries the metadata.
-        """
+        """Assign the connection to ``peer`` and queue our Hello, with metadata if this instance is ``dialling``."""
         peer.connection = identity
         self.table.by_connection[identity] = peer
         peer.unsent = [self._local.hello(peer.epoch, peer.number, dialling=dialling)]
@@ -239,10 +232,7 @@ class Peers:
                 self._lost(self.table.by_connection[identity], reason, now)
 
     def _lost(self, peer: Peer, reason: str, now: float) -> None:
-        """Handle the loss of a peer's connection, for ``reason``. End the peer, unless it has a spare one.
-
-        While we dialled the peer, it may have dialled us. It then goes on with the connection that it made.
-        """
+        """Handle a lost connection: end the peer, or use the connection that it made while we dialled it."""
         if peer.state is not PeerState.GREETING or peer.spare is None:
             self._gone(peer, reason)
             return
@@ -294,9 +284,7 @@ class Peers:
         self._open(peer, hello, now)
 
     def _answered(self, peer: Peer, hello: Hello, problem: str | None, now: float) -> None:
-        """Handle a Hello on the connection of ``peer``: open it, or end it if the Hello is wrong for reason
-        ``problem``.
-        """
+        """Handle a Hello on a peer's connection: open it, or end it if the Hello is wrong for ``problem``."""
         if peer.state is PeerState.OPEN:
             self._gone(peer, "it said Hello twice by one connection")
         elif problem is None and hello.sender != peer.epoch:
@@ -355,10 +343,7 @@ class Peers:
     # --- the end ---
 
     def _on_link_down(self, event: PeerLinkDown) -> None:
-        """End the peer of a data link that is down, on our request or by itself.
-
-        If the peer is gone already, its pages are safe now: it can't write here any more.
-        """
+        """End the peer of a data link that is down. If it is gone already, its pages are safe now."""
         for peer in self.table.linked(event.link):
             peer.down = True
             self._gone(peer, "its worker closed the data link or died")

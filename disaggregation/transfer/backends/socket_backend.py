@@ -93,17 +93,11 @@ class SocketBackend(TransferBackend):
 
     @abstractmethod
     def _listen(self) -> tuple[socket.socket, Offer]:
-        """Open the listener, and return it with the offer that tells peers how to reach it.
-
-        Raises ``RegionError`` and ``OSError``.
-        """
+        """Open the listener, and return it with its offer to peers. Raises ``RegionError`` and ``OSError``."""
 
     @abstractmethod
     def _dial(self, offer: Offer) -> OutgoingLink:
-        """Start to connect to the peer of ``offer``, and return the link, in phase DIALLING.
-
-        Raises ``OSError`` and ``TransferError``.
-        """
+        """Start to connect, and return the link, in phase DIALLING. Raises ``OSError`` and ``TransferError``."""
 
     @abstractmethod
     def _unreachable(self, offer: Offer, reason: str) -> str:
@@ -117,9 +111,7 @@ class SocketBackend(TransferBackend):
         """Advance work that does not depend on our own sockets, once in each ``progress``. Here there is none."""
 
     def _noticed(self, data: object) -> None:
-        """Handle an event of a descriptor that is no link's and that a backend has the reactor watch. Here there is
-        none.
-        """
+        """Handle an event of a descriptor that is watched for a backend and is no link's. Here there is none."""
 
     def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
         link.stream.send([data])
@@ -262,10 +254,7 @@ class SocketBackend(TransferBackend):
         link.opened()
 
     def _why_not(self, writer: str) -> str:
-        """Return why a writer with a valid greeting may not write now, or "".
-
-        If it has an open link already, end that first: it was lost without notice.
-        """
+        """Return why a greeted writer may not write now, or "". First end its open link, lost without notice."""
         record = self._peers.get(writer)
         if record is not None and record.incoming is not None and record.reason is None:
             # The writer lost its link, and we had not noticed yet. Our LinkDown must come before it may write again.
@@ -321,10 +310,7 @@ class SocketBackend(TransferBackend):
         link.closed(reason)
 
     def _lost(self, link: Link, reason: str) -> None:
-        """End a link that is gone or must end. If it was open, end the one in the other direction, too.
-
-        A link that was not open yet ends alone; an outgoing one is reported as ``ConnectFailed``.
-        """
+        """End a link. If it was open, end the other direction, too; else report ``ConnectFailed`` if outgoing."""
         was_open = link.phase is LinkPhase.OPEN
         if isinstance(link, IncomingLink) and not was_open:
             self._refusals.add(f"a connection ended before it was welcome: {reason}")
@@ -348,10 +334,7 @@ class SocketBackend(TransferBackend):
         self._events.append(ConnectFailed(peer, error))
 
     def _part(self, peer: str, reason: str) -> None:
-        """Close both links with ``peer``, as far as this side can, and refuse the peer until it is admitted.
-
-        ``LinkDown`` is reported when both are down, perhaps later. What was to begin after it then begins.
-        """
+        """Close both links with ``peer``, refused until admitted. ``LinkDown`` is reported when both are down."""
         record = self._peers.setdefault(peer, PeerLinks())
         self._fenced.add(peer)
         record.reason = record.reason or reason
