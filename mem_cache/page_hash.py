@@ -32,7 +32,11 @@ def _digest(content: bytes, domain: bytes) -> bytes:
 
 
 def model_seed(fingerprint: str, layout: KVLayout) -> bytes:
-    """Return the hash that precedes the first page of a model's prompts; it covers fingerprint and KV layout."""
+    """Return the hash before the first page of a model's prompts that have no namespace.
+
+    It covers the model's fingerprint and its KV layout.
+    ``namespace_seed`` makes the hash for a namespace from it.
+    """
     return _digest(fingerprint.encode() + msgspec.json.encode(layout), MODEL)
 
 

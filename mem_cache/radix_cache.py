@@ -344,9 +344,9 @@ class RadixCache(BasePrefixCache):
         return dropped
 
     def _is_loose(self, node: TreeNode, top: TreeNode) -> bool:
-        """Return whether ``node``, with all nodes below it, is the top of a part of the tree that no request pins.
+        """Return whether no request pins ``node``, and it is the topmost such node in the subtree of ``top``.
 
-        ``top``: node below which nothing else is considered.
+        ``top``: ``node`` itself or a node above it. What pins the nodes above ``top`` does not count.
         """
         return node.lock_ref == 0 and (node is top or (node.parent is not None and node.parent.lock_ref > 0))
 

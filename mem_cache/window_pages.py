@@ -337,15 +337,26 @@ class WindowPages:
         return slots_to_pages(row[begin * self.page_size : end * self.page_size : self.page_size], self.page_size)
 
     def _first_page(self, position: int) -> int:
-        """Return the number of the first page of a row that tokens in the page of ``position`` see."""
+        """Return the number of the first page in the window of the page that has ``position``.
+
+        Pages are numbered from the beginning of the row.
+        No token of that page, or of a later one, sees a page before the first one.
+        """
         return max(0, position // self.page_size - self.reach)
 
     def _longest(self, span: WindowSpan) -> int:
-        """Return the maximum number of pages that ``span`` may have now."""
+        """Return the maximum number of pages that ``span`` may have in all, its present ones included.
+
+        That is the pool's size less what other spans have or are promised.
+        It changes whenever one of these does.
+        """
         return self.num_pages - (self.committed - span.committed)
 
     def _leave(self, span: WindowSpan, pages: I32) -> None:
-        """Remove ``pages``, the first ones of a span, from it. Window pages in no span any more become idle."""
+        """Remove ``pages``, the first ones of ``span``, from it; they are numbers of full pages.
+
+        The window page of each that is in no span any more becomes idle. Beyond the pool's end it is dropped.
+        """
         self._uses[pages] -= 1
         for page in pages[self._uses[pages] == 0].tolist():
             self._rest(page)

@@ -45,7 +45,7 @@ class RetryBudget:
 
 
 def legs(target: Target) -> tuple[Instance, ...]:
-    """Return the instances that serve a request at ``target``: both of a pair, or the one."""
+    """Return the instances that serve a request at ``target``: the prefill and the decode of a pair, or the one."""
     return tuple(target) if isinstance(target, Pair) else (target,)
 
 

@@ -33,7 +33,10 @@ def adopt_orphans(yes: bool) -> None:
 
 
 def fork_orphan() -> bool:
-    """Fork a process that becomes a child of the supervisor. Return True in it, and False in the calling process."""
+    """Fork twice, so that the new process becomes a child of the supervisor (the subreaper).
+
+    Return True in the new process, and False in the calling one. The process in between has ended by then.
+    """
     between = os.fork()
     if between:
         os.waitpid(between, 0)

@@ -151,7 +151,10 @@ class Scheduler:
             self.outbox.tokens(req, finish, self._meta(req))
 
     def limit_output(self, req: Req, tokens: int) -> None:
-        """Limit a request to ``tokens``, prompt and output together. End it now if it has reached the limit."""
+        """Limit a request to ``tokens`` tokens, prompt and output together, but allow one token of output.
+
+        If its output has reached what that allows, the request ends now, as at its maximum length.
+        """
         req.limit_output(tokens)
         if req.output_len >= req.max_new_tokens:
             self.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))

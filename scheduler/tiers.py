@@ -291,7 +291,7 @@ class NoTiers:
         """Do nothing: the retracted request recomputes what is not cached."""
 
     def condemned(self, req: Req, kept: int) -> None:
-        """Do nothing: no other tier has the bad pages."""
+        """Do nothing: no other tier has the request's bad pages, which come after its first ``kept`` tokens."""
 
     def save(self, hashes: Sequence[bytes], pages: I32) -> None:
         """Do nothing: there is no tier to save pages to."""

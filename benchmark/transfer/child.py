@@ -73,7 +73,11 @@ def make_side(begin: Begin, files: Descriptors) -> Side:
 
 
 def obey(side: Side, command: Command) -> Answer:
-    """Execute ``command`` on ``side`` and return the answer. Raises ``SideFailed``, and errors of the library."""
+    """Execute ``command`` on ``side``, one end of the measured transfer, and return the answer.
+
+    Raises ``SideFailed``, also for a command that is meant for the other end.
+    Errors of the side's transfer library (NIXL, Mooncake) pass through.
+    """
     match side, command:
         case Writer(), Connect():
             side.connect(command.means)

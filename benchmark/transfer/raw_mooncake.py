@@ -31,7 +31,10 @@ class _Means(msgspec.Struct):
 
 
 def _make_engine(region: KVRegion) -> Any:
-    """Start an engine with ``region`` registered. Raises ``BackendUnavailable`` and ``SideFailed``."""
+    """Start a Mooncake transfer engine with the memory of ``region`` registered, and return it.
+
+    Raises ``BackendUnavailable`` if the library is missing, and ``SideFailed`` if the engine can't start.
+    """
     find_backend("mooncake")  # sets the library up, as it does for the backend
     engine = import_module("mooncake.engine").TransferEngine()
     code = engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") or engine.register_memory(region.address, region.nbytes)

@@ -59,8 +59,10 @@ class LeaseKeeper:
         self._thread.start()
 
     def change(self, registration: Registration) -> None:
-        """Renew the lease with ``registration`` from now on. The server gets it within a third of the lease, or at once
-        if paused.
+        """Replace the registration that the lease is renewed with.
+
+        The bootstrap server gets the new one at the next renewal, within a third of the lease.
+        After ``pause``, this ends the pause, and the server gets it at once.
         """
         self._registration = registration
         if self._paused:

@@ -70,7 +70,11 @@ class PageConverter:
         self._from = _views(self._copy, self._group, self._page_size, source)
 
     def convert(self, page: Page) -> None:
-        """Convert one page in place; ``page`` are its ``page_bytes`` contiguous bytes."""
+        """Convert one page in place, from the order ``source`` to that of ``layout``.
+
+        Both are the constructor's arguments.
+        ``page``: a contiguous uint8 array of the group's ``page_bytes`` bytes.
+        """
         self._copy[:] = page
         for to, source in zip(_views(page, self._group, self._page_size, self._order), self._from, strict=True):
             np.copyto(to, source)

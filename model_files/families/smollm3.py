@@ -21,7 +21,9 @@ INTERVAL = 4
 def from_hf(config: HFConfig) -> ModelSpec:
     """Read the config of SmolLM3.
 
-    Layers without positions have the window, if there is one, unless ``layer_types`` differs.
+    Layers without positions have the sliding window, and the others have none.
+    ``layer_types`` may say otherwise.
+    No layer has a window unless the config sets ``use_sliding_window``.
     """
     interval, ropes = config.integer("no_rope_layer_interval"), config.get("no_rope_layers")
     if ropes is None:

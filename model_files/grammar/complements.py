@@ -166,7 +166,11 @@ def required_names(schema: dict[str, Any]) -> list[str]:
 
 
 def _property(schema: dict[str, Any], name: str) -> Any:
-    """Return the schema of a property, as far as it is known."""
+    """Return the schema of the property ``name`` in objects of ``schema``.
+
+    For one that is not declared, it is that of ``additionalProperties``, by default True.
+    If the schema has ``patternProperties``, it is True: the patterns are not looked into.
+    """
     if name in schema.get("properties", {}):
         return schema["properties"][name]
     return True if "patternProperties" in schema else schema.get("additionalProperties", True)
@@ -202,7 +206,11 @@ def _are_types_disjoint(one: dict[str, Any], two: dict[str, Any]) -> bool:
 
 
 def _outside_types(schema: dict[str, Any]) -> Iterator[Any]:
-    """Yield the schema of the types that no value of ``schema`` has."""
+    """Yield one schema of all types that no value of ``schema`` has.
+
+    If its values have every type, yield False if ``type`` says so, and None if listed values do.
+    Yield nothing for a schema without ``type``, ``const`` and ``enum``.
+    """
     if schema.keys() & {"const", "enum", "type"}:
         has = _types(schema)
         others = [name for name in TYPES if name not in has]

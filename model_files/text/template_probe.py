@@ -68,9 +68,10 @@ class TemplateProbe:
         return answer
 
     def _probe(self, skeleton: Skeleton) -> Plan | Stand:
-        """Return the first plan by which no text is lost.
+        """Return the first plan by which the template prints every text of the skeleton.
 
-        If there is none, return the first text that is lost by the plan that loses fewest.
+        If there is none, return the number of the first text lost by the plan that loses fewest.
+        If the template refuses every plan, return the one that leaves the conversation as sent.
         """
         least: list[Stand] = []
         tried: list[Conversation] = []

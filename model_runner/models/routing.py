@@ -24,10 +24,11 @@ class ExpertChoice(NamedTuple):
 
 
 def choose_experts(spec: ExpertsSpec, logits_TE: Tensor, choice_bias_E: Tensor | None) -> ExpertChoice:
-    """Return the experts that each token goes through, by its router logits (float32), and their weights.
+    """Choose each token's experts by the router's logits (float32), and return them with their weights.
 
-    ``choice_bias_E``: added to scores for the choice alone, or None. Of equal scores the first expert's counts as
-    larger.
+    ``choice_bias_E`` is added to scores for the choice alone, or None.
+    Weights come from the unbiased scores.
+    Of experts with equal scores, the one with the lower index is chosen first.
     """
     scores = logits_TE.softmax(-1) if spec.scoring is ExpertScoring.SOFTMAX else logits_TE.sigmoid()
     wanted = scores if choice_bias_E is None else scores + choice_bias_E

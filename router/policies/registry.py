@@ -26,7 +26,10 @@ else:
 
 
 def make_policy(name: str) -> Policy:
-    """Make a new policy object of the class that ``POLICIES`` has for ``name``; its module is imported now."""
+    """Import the class that ``POLICIES`` has for ``name``, and return a new object of it.
+
+    Raises ``KeyError`` for an unknown name.
+    """
     module, cls = POLICIES[name].split(".")
     policy: type[Policy] = getattr(import_module(f".{module}", __package__), cls)
     return policy()

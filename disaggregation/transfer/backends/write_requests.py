@@ -67,9 +67,11 @@ class WriteRequestReader(ABC):
 
     @abstractmethod
     def _on_written(self, batch: Batch) -> bool:
-        """Handle the report that the writer has written what it was told to of a batch.
+        """Handle the writer's report that it has written the part of ``batch`` it last had leave for.
 
-        Return whether all of the batch has landed. Raises ``LinkLost``.
+        Return True if the whole batch is in the pool now.
+        Otherwise have the writer given leave for the next part, and return False.
+        Raises ``LinkLost`` if the writer broke the protocol, or does not read its answers.
         """
 
     @property

@@ -153,9 +153,12 @@ def paged_decode_reduce(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Combine the splits of entry ``program_id(0)`` and head ``program_id(1)``, and write the attention to ``out``.
+    """Combine the splits of entry ``program_id(0)`` and head ``program_id(1)``, and write the attention.
 
-    There are at most ``SPLITS``. A program combines ``BLOCK`` elements of the value.
+    It goes to ``out`` [T, H, V]. ``tokens`` [B] names the row of ``out`` that each entry's result goes to.
+    ``split_indptr`` [B + 1] names each entry's splits, at most ``SPLITS`` of them. The partial results are
+    those of ``paged_decode_split``. ``sinks`` [H] is read only if ``HAS_SINKS``.
+    ``program_id(2)`` names the ``BLOCK`` elements of the value that a program combines.
     """
     entry = tl.program_id(0)
     head = tl.program_id(1)

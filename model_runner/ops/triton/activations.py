@@ -48,7 +48,10 @@ def gate_and_mul(x: Tensor, activation: Activation, out: Tensor | None = None, *
 
 @triton.jit
 def sigmoid(x: tl.tensor) -> tl.tensor:
-    """Return the sigmoid of ``x`` in float32. It never overflows."""
+    """Return the sigmoid of ``x``, which must be float32, in float32.
+
+    It never overflows. Other types have to be converted first.
+    """
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)
 

@@ -50,7 +50,7 @@ class DeviceSampler(ABC):
     def start(self, inits: Sequence[RowInit]) -> None:
         """Start the device's state of rows that new requests have taken: parameters, penalty counts, edits.
 
-        Call this after ``RowStates.start``.
+        ``inits``: one for each row. Call ``RowStates.start`` for these rows first.
         """
 
     @abstractmethod

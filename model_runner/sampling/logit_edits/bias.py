@@ -64,5 +64,9 @@ class BiasedRows(SparseEdit):
         return Places.of([(i, bias.ids) for i, bias in self._biases])
 
     def new_values(self, old_M: Any, params: RowParams, upload: Upload) -> Any:
-        """Return the old logits plus the biases of their tokens."""
+        """Return the old logits ``old_M`` of ``places``, in its order, each plus its token's bias.
+
+        The biases are those that this object was made with. ``upload`` copies them to where ``old_M`` is.
+        ``params`` is not used.
+        """
         return old_M + upload(np.concatenate([bias.values for _, bias in self._biases]))

@@ -34,9 +34,10 @@ class DevicePenalties(LogitEdit["SeenRows"]):
         self._free: list[int] = []
 
     def start(self, init: RowInit) -> bool:
-        """Free the counts of the row's last request, and queue counting the new one's history on the device.
+        """Start the penalties of the request that takes ``init.row``.
 
-        Return False if it has no history: it has no penalties then.
+        The counts of the row's last request are freed. Counting the new one's known tokens is queued.
+        Return False if ``init.history`` is None: the request asked for no penalties.
         """
         self.stop(init.row)
         if init.history is None:

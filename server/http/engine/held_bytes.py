@@ -56,9 +56,9 @@ class HeldBytes:
         self._shares.take(key, nbytes)
 
     def give_back(self, key: str, nbytes: int, running: Sequence[str]) -> None:
-        """Give back ``nbytes`` that ``take`` counted, once the engine has ended all requests ``running`` (wire ids).
+        """Give back ``nbytes`` that ``take`` counted for the API key named ``key``.
 
-        If there are none, give them back at once.
+        They are given back once the engine has ended all requests ``running`` (wire ids), or at once if there are none.
         """
         if not running:
             self._shares.give_back(key, nbytes)

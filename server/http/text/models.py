@@ -68,7 +68,10 @@ async def list_models(request: Request) -> Response:
 
 @endpoint(ModelCard)
 async def get_model(request: Request) -> Response:
-    """Answer with the model of that name, or 404 if it is not served."""
+    """Answer with the card of the model that the path names, or with 404 if it is not served.
+
+    If the name is an alias and none of the model's names, the card has the first of these.
+    """
     state = HttpState.of(request)
     name = request.path_params["name"]
     check_model(name, state.model)
