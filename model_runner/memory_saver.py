@@ -195,7 +195,8 @@ class WorkerMemorySaver:
     def _check_room(self, tags: list[MemoryTag]) -> None:
         """Raise ``NotEnoughMemory`` if the memory of all ``tags`` together exceeds what is free.
 
-        A host's pool would only be reserved now, and run out later.
+        Without this check a host's pool could always be resumed, as its memory is only reserved. Steps would then run
+        out of memory later.
         """
         model = self._model
         # What a smaller pool (/kv/resize) does without is not taken again.

@@ -145,9 +145,10 @@ def start_model(ctx: ChildContext[WorkerOptions], channels: RankChannels) -> Sta
 
 
 def _place_beside_gpu(placement: Placement, options: WorkerOptions) -> Placement:
-    """Confine this process to its cores, and return its placement: one for a GPU if torch sees one.
+    """Confine this process to its cores, and return its placement.
 
-    Imports torch, which alone tells whether it can use the GPU.
+    If torch sees a GPU, the placement has fewer threads, which are bound to no core of their own. Imports torch, which
+    alone tells whether it can use the GPU.
     """
     note_torch("a GPU")
     with uncollected():

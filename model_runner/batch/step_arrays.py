@@ -105,8 +105,8 @@ class StepArrays:
     def load(self, plan: StepPlan, padded_to: int = 0) -> DeviceArrays:
         """Queue the copy of the plan's arrays to the device, behind earlier work, and return the device's arrays.
 
-        ``padded_to`` (at most ``capacity``): number of tokens after padding. A padding token is token 0 at position 0,
-        in slot 0, of row 0.
+        ``padded_to`` (at most ``capacity``): number of tokens after padding; 0: no padding. A padding token is token 0
+        at position 0, in slot 0, of row 0. A step of more than ``capacity`` tokens gets arrays at other addresses.
         """
         arrays = [
             plan.input_ids,
@@ -139,6 +139,9 @@ class StepArrays:
         return self._small.padded(size)
 
     def clear(self) -> None:
-        """Queue a write that fills the small area with padding: token 0 at position 0, in slot 0, of row 0."""
+        """Queue a write of padding to all ``capacity`` tokens of the arrays that graphs read.
+
+        A padding token is token 0 at position 0, in slot 0, of row 0.
+        """
         nothing = np.empty(0, dtype=np.int64)
         self._small.load([nothing] * len(_Array), self._small.capacity)

@@ -96,7 +96,11 @@ def plan_step(step: ForwardStep, page_size: int) -> StepPlan:
 
 
 def begun_tokens(starts: I64, q_lens: I64, page_size: int) -> I64:
-    """Return indices into the step's tokens: the last token of each entry that begins a page and does not fill it."""
+    """Return indices into the step's tokens, by which an engine finds the new pages that it may have to clear.
+
+    An entry has one if its last page is begun in this step and not filled by it: the index of its last token.
+    ``starts``: number of tokens before each entry. ``q_lens``: number of tokens of each entry in this step.
+    """
     used = (starts + q_lens) % page_size
     return (np.cumsum(q_lens) - 1)[(used > 0) & (used <= q_lens)]
 

@@ -44,9 +44,10 @@ class Engine(ABC):
         """
 
     def common_steps(self, tables: RequestTables) -> CommonSteps:
-        """Return what computes steps that want tokens alone in one call, over ``tables``, with the current weights.
+        """Return an object that computes a whole step in one call if the step wants sampled tokens alone.
 
-        This default leaves every step to be computed part by part.
+        ``tables``: request table and rows' state, which it reads and writes. It uses the current weights. This default
+        returns ``ALL_GENERAL``, with which the executor computes every step part by part.
         """
         return ALL_GENERAL
 

@@ -69,7 +69,10 @@ class Setup:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Add the seconds that the block takes to ``seconds[what]``."""
+        """Add the seconds that the block takes to ``seconds[what]``.
+
+        ``what``: name of a phase of loading, as "weights".
+        """
         begin = time.monotonic()
         yield
         self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - begin
@@ -88,7 +91,8 @@ class Native(NamedTuple):
     def make_pool_maker(self, setup: Setup, order: KVOrder, page_cache_bytes: int = 0) -> PoolMaker:
         """Return the maker of this model's KV pools, with pages in ``order``.
 
-        ``page_cache_bytes``: bytes of mapped weights that the kernel counts as free memory.
+        ``page_cache_bytes``: bytes of mapped weights that the kernel counts as free memory. The pools' size is chosen
+        as if they were in use.
         """
         options, part = setup.options, self.part
         layout = make_layout(part.kept, options.page_size, setup.kv_dtype, order, part.windows, self.labels)
@@ -109,7 +113,10 @@ class Loaded(NamedTuple):
 
 
 def describe_for_ranks(setup: Setup, fingerprint: str, maker: PoolMaker, backend: str, level: str) -> str:
-    """Return a text that is equal on all hosts of one instance if they serve the same, for ``HostRanks.agree``."""
+    """Return a text that is equal on all ranks of one instance if they serve the same, for ``HostRanks.agree``.
+
+    ``backend``: name of the attention backend. ``level``: level of CPU instructions that the C++ engine uses.
+    """
     options = setup.options
     kept = [group.dtype for group in maker.layout.groups]
     served = (fingerprint, backend, level, setup.dtype, kept, maker.context_length)

@@ -35,11 +35,12 @@ class PoolMaker:
     def make(
         self, weight_bytes: int, step_bytes: int = 0, identity: str = "", room: ExchangeRoom | NoRoom = NO_ROOM
     ) -> tuple[Pools, NativeRanks | NoExchange]:
-        """Make the KV pools beside loaded weights, and the C++ engine's exchange with other ranks; wait for these.
+        """Make the KV pools, with a size that fits beside loaded weights, and the exchange with other ranks.
 
-        ``weight_bytes``: the weights' memory. ``step_bytes``: what steps will take of an accelerator. ``identity``:
-        text that all ranks must agree on. ``room``: size of the longest pass, for the exchange. Raises ``ModelError``,
-        ``RegionError`` or ``OSError``.
+        Waits for the other ranks; a model without any gets ``NoExchange``. ``weight_bytes``: the weights' memory.
+        ``step_bytes``: memory of an accelerator to leave free for steps. ``identity``: text that all ranks must agree
+        on. ``room``: size of the longest pass, for the C++ engine's exchange. Raises ``ModelError``, ``RegionError`` or
+        ``OSError``.
         """
         page_bytes = self.layout.groups[0].page_bytes
         reserved = self.part.reserve(Own(weight_bytes, page_bytes, partial(self._plan, step_bytes), room, identity))

@@ -38,7 +38,10 @@ class AttentionEngine(Engine):
     """Type of the logits that ``compute`` returns."""
 
     def __init__(self, backend: str, needs: BackendNeeds, pools: Pools, options: WorkerOptions) -> None:
-        """Make the attention backend of the name ``backend`` from ``needs``, to compute over ``pools``."""
+        """Make the attention backend of the name ``backend`` from ``needs``, to compute over ``pools``.
+
+        Pages that a pass begins are cleared if the backend reads whole pages, or if the instance hands them over.
+        """
         self._attention = attention = make_attention_backend(backend, needs)
         super().__init__(pools, clears_begun_pages=options.hands_over or attention.reads_whole_pages)
         self.attention_backend = backend

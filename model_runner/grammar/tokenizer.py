@@ -36,7 +36,7 @@ class _Vocabulary(TokenizerWrapper):
         self._backend = backend
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of ``text`` that must follow in the output; [] if its tokens do not spell it exactly.
+        """Tokenise ``text``, which a grammar demands next in the output; [] if the tokens do not spell it exactly.
 
         A special token's text is plain text here: a schema that names one must not end the output.
         """

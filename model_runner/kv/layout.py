@@ -60,9 +60,9 @@ def make_layout(
 ) -> KVLayout:
     """Make the layout of the KV pages of ``spec``, with pages of ``page_size`` tokens.
 
-    ``windows``: tokens of the window of each layer that frees the pages behind it, by layer; these get a page group of
-    their own. ``labels``: the channels of each key that are stored once more. Raises ``ValueError`` if labels don't fit
-    the other arguments.
+    ``windows``: sliding windows in tokens, by number of the layer, for layers that free pages older than their window.
+    These layers get a page group of their own. ``labels``: the channels of each key that are stored once more; None:
+    none. Raises ``ValueError`` if labels don't fit the other arguments.
     """
     windows, name = windows or {}, dtype_name(dtype)
     item, is_quantized = ITEM_BYTES[name], name in QUANTIZED

@@ -13,9 +13,9 @@ from .pools import Pools
 def page_groups(pools: Pools, device: Device, options: WorkerOptions) -> list[PageGroup | None]:
     """Return the memory of ``pools`` that peers read and write, one ``PageGroup`` for each group of the layout.
 
-    A group without bytes has None. A CPU's pools are used as they are, unless ``kv_staging_size`` is set. An
-    accelerator's pages go through host memory, which is allocated here, or by device address if ``kv_staging_size`` is
-    0 or the transfer backend requires it.
+    A group with pages of no bytes has None, as the first one if all layers have windows. A CPU's pools are used as they
+    are, unless ``kv_staging_size`` is set. An accelerator's pages go through host memory, which is allocated here, or
+    by device address if ``kv_staging_size`` is 0 or the transfer backend requires it.
     """
     size, layout, kind = options.kv_staging_size, pools.layout, device.kind
     stays_on_devices = BACKENDS[options.disaggregation_transfer_backend].stays_on_devices

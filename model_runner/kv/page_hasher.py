@@ -40,9 +40,9 @@ class PageHasher:
                 self.is_canonical = False
 
     def hash(self, page: Bytes) -> bytes:
-        """Return 8 bytes (xxh3_64) for each part of each layer of one page, in their order.
+        """Return 8 bytes (xxh3_64) for each part (keys, values, ...) of each layer of one page, in their order.
 
-        ``page``: its bytes, which are not modified.
+        ``page``: its bytes, which are not modified. A copy is put into the order "tokens" first, if that is possible.
         """
         if self._converter is not None:
             page = page.copy()
@@ -54,8 +54,9 @@ class PageHasher:
         return np.array(hashes, dtype="<u8").tobytes()
 
     def hash_all(self, pages: bytes, page_of: Callable[[int], Bytes]) -> bytes:
-        """Return the hashes of ``pages`` (int32 numbers; 0: none), joined in order.
+        """Return the hashes of ``pages``, joined in order.
 
-        ``page_of`` returns the bytes of a page. Number 0 gets zeros.
+        ``pages``: page numbers as packed int32. Number 0 stands for no page, and its hashes are zeros. ``page_of``
+        returns the bytes of a page by its number.
         """
         return b"".join(self.hash(page_of(page)) if page else self.none for page in unpack_i32(pages).tolist())

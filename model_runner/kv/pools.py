@@ -41,8 +41,8 @@ def plan_pools(
 ) -> PoolPlan:
     """Return the number of pages and slots of the KV pools that fit into the device's memory beside loaded weights.
 
-    ``memory``: the device's, with the weights loaded. ``step_bytes``: what steps will take of an accelerator. Raises
-    ``ModelError`` if too little is free or an option is impossible.
+    ``memory``: the device's, with the weights loaded. ``step_bytes``: memory of an accelerator to leave free for steps.
+    Raises ``ModelError`` if too little is free or an option is impossible.
     """
     tokens, reserved = choose_pools(options, layout, context_length, weight_bytes, memory, device_type, step_bytes)
     num_window_pages = reserved.windowed // options.page_size + 1 if reserved.windowed else 0
@@ -128,9 +128,9 @@ def make_pools(
 ) -> Pools:
     """Make the KV pool, and the windowed layers' pool if the plan has one.
 
-    ``region``: memory of the former; None: memory of its own. ``place``: device of the memory, as torch names it.
-    ``heads``: this rank's KV heads ``[begin, end)``, None for all. ``is_shared``: whether other processes map the
-    window pool.
+    ``region``: memory for the KV pool alone; None: it gets memory of its own. ``place``: device of the memory, as torch
+    names it. ``heads``: this rank's KV heads ``[begin, end)``, None for all. ``is_shared``: whether other processes map
+    the window pool.
 
     On a CPU the window pool gets a region. Its memory is committed as it is touched, unlike that of a tensor of zeros.
     """

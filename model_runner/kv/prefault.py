@@ -65,7 +65,8 @@ class PoolPrefault:
     def of(cls, region: KVRegion | None, layout: KVLayout) -> PoolPrefault:
         """Make the prefault of ``region``, with a margin that depends on the host memory that is free now.
 
-        The margin is at most ``MARGIN_BYTES``.
+        The margin is how many bytes beyond the last used slot are committed ahead, at most ``MARGIN_BYTES``. None as
+        ``region``: there is nothing to commit.
         """
         margin = min(MARGIN_BYTES, host_memory().free // MARGIN_SHARE)
         # Window pages are few, and used over and over.

@@ -74,7 +74,7 @@ class PoolChoice(NamedTuple):
 
 
 def layers_apart(options: WorkerOptions, spec: ModelSpec) -> dict[int, int]:
-    """Return the layers with a sliding window that frees the pages behind it, each with its window in tokens.
+    """Return the sliding windows in tokens, by number of the layer, of layers that free pages older than their window.
 
     The result is empty if prompts are never cut, since each then needs all of its pages at once. So it is with a second
     tier that rounds pages, or that gets them later than they are computed, when windows have moved on.
@@ -112,8 +112,8 @@ def choose_pools(
 ) -> PoolChoice:
     """Return how many slots the KV pools of this layout have at first, and how many are reserved for growth.
 
-    ``memory``: the device's, with ``weight_bytes`` of weights loaded. ``step_bytes``: what steps will take of an
-    accelerator. Raises ``ModelError`` if too little is free, or if a pool that can't grow should.
+    ``memory``: the device's, with ``weight_bytes`` of weights loaded. ``step_bytes``: memory of an accelerator to leave
+    free for steps. Raises ``ModelError`` if too little is free, or if options ask a pool on an accelerator to grow.
     """
 
     def choose(request: PoolRequest, memory: Memory) -> PoolTokens:

@@ -47,11 +47,17 @@ class PoolPages:
         return self._data.data_ptr()
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        """Copy bytes of the pool to host memory, and wait for that. Each piece is an offset and a buffer."""
+        """Copy bytes of the pool to host memory, and wait for that.
+
+        Each piece is an offset in the pool and the host buffer to fill.
+        """
         self._device.transfer([(host, there) for there, host in self._pairs(pieces)])
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Copy bytes of host memory to the pool, and wait for that. Each piece is an offset and a buffer."""
+        """Copy bytes of host memory to the pool, and wait for that.
+
+        Each piece is an offset in the pool and the host buffer to copy there.
+        """
         self._device.transfer(self._pairs(pieces))
 
     @property
@@ -92,7 +98,8 @@ class PoolPages:
 def direct_groups(layout: KVLayout, pools: Sequence[BlockPool | KVPool], device: Device) -> list[PageGroup | None]:
     """Return the page groups of ``pools`` that peers reach by device address, one for each group of the layout.
 
-    A group without bytes is None. One host buffer, through which single pages can be read, is allocated here for all.
+    A group with pages of no bytes is None. One host buffer, through which single pages can be read, is allocated here
+    for all.
     """
     largest = max(group.page_bytes for group in layout.groups)
     window = _host_memory(device, max(largest, WINDOW_BYTES))
@@ -115,7 +122,8 @@ def staged_groups(
 ) -> list[PageGroup | None]:
     """Return the page groups of ``pools`` that peers reach through host memory, one for each group of the layout.
 
-    A group without bytes is None. ``gigabytes`` (10^9 bytes; None: ``DEFAULT_GB``) of host memory are allocated here.
+    A group with pages of no bytes is None. ``gigabytes`` (10^9 bytes; None: ``DEFAULT_GB``) of host memory are
+    allocated here.
     """
     kept = [group for group in layout.groups if group.page_bytes]
     sizes = divide(int((DEFAULT_GB if gigabytes is None else gigabytes) * GB), [group.page_bytes for group in kept])

@@ -89,7 +89,7 @@ class Target(NamedTuple):
     part: Slice | None = None
 
     def take(self, tensor: Tensor) -> None:
-        """Copy ``tensor``, or this rank's part of it, into ``view``, converting its type.
+        """Copy ``tensor``, the whole weight, or this rank's part of it into ``view``, converting its type.
 
         An empty part fills the view with 0. Rows that are not taken are never read from a file that is mapped.
         """

@@ -50,8 +50,8 @@ class GGUFBlocks(BlockSource):
     def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
         """Return this rank's blocks of each weight in ``names``, as in the file but with rows in the engine's order.
 
-        A tied head comes from the embedding's blocks. Return None for a layer that is not served as blocks. ``weight``
-        is not used.
+        ``names``: weights of one linear layer. Return None for a layer that is not served as blocks. A tied head comes
+        from the embedding's blocks. ``weight`` is not used.
         """
         if not self._served[tuple(names)]:
             return None
@@ -125,9 +125,11 @@ class GGUFBlocks(BlockSource):
         return len({self._matrix(name).kind for name in group}) > 1
 
     def _can_divide(self, group: tuple[str, ...]) -> bool:
-        """Return whether this rank's part of ``group`` consists of whole blocks, and of whole panels of each format.
+        """Return whether this rank's part of ``group`` can be served as the file's blocks.
 
-        ``group``: names of weights multiplied together. All of their formats must be known.
+        ``group``: names of weights that one product multiplies with. The part must consist of whole blocks. If the
+        weights' formats differ, each one's rows must also fill panels of ``PANEL`` rows. All of their formats must be
+        known.
         """
         parts = [(name, self._matrix(name)) for name in group]
         if not all(self._is_whole(name, matrix) for name, matrix in parts):

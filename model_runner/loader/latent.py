@@ -28,8 +28,8 @@ def is_by_head(parts: Sequence[Part]) -> bool:
 def by_head(spec: MLASpec, parts: Sequence[Part], tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and values of the ``parts`` that a checkpoint's ``tensor`` holds, in the engine's layout.
 
-    A single part is a stack of matrices by head, and is flattened. Two parts are one kv_b_proj, and its number of rows
-    must be right. Raises ``InvalidWeights`` for other dimensions.
+    ``parts``: k_b_proj, v_b_proj or both. A single one is a stack of matrices by head, and is flattened. Both are one
+    kv_b_proj, and its number of rows must be right. Raises ``InvalidWeights`` for other dimensions.
     """
     if tensor.dim() < 2 or (len(parts) > 1 and tensor.dim() != 2):
         raise InvalidWeights(f"{parts[0].name!r} has shape {list(tensor.shape)}, which is no matrix")

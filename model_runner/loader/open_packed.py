@@ -57,10 +57,11 @@ def choose_quantization(
 def choose_packed(
     asked: str, source: ModelSource, device: torch.device, *, is_torch: bool, is_alone: bool
 ) -> AsPacked | None:
-    """Return how the files' packed weights are multiplied without dequantising, or None if they are dequantised.
+    """Return how the files' packed weights are multiplied without dequantising; None if that is not to be done.
 
-    "packed": activations stay as they are. "w8a8": they are rounded to FP8. ``asked``: value of ``--quantization``. The
-    other arguments are those of ``choose_quantization``. Raises ``UnsupportedModel`` if what was asked is impossible.
+    "packed": activations stay as they are. "w8a8": they are rounded to FP8. ``asked``: value of ``--quantization``.
+    Values other than these two and "auto" give None. The other arguments are those of ``choose_quantization``. Raises
+    ``UnsupportedModel`` if what was asked is impossible.
     """
     if asked not in ("auto", "packed", "w8a8"):
         return None

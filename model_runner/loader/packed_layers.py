@@ -115,7 +115,7 @@ class PackedLayers:
             log.warning("dequantised to %s: %s: %s", floats, _listing(names), reason)
 
     def _find_others(self, names: Sequence[str]) -> bool:
-        """Return whether the weights of a layer can't stay packed together.
+        """Return whether the weights ``names`` of a layer must become floats, because they can't stay packed together.
 
         If so, note the reason for each that is packed in the files.
         """
@@ -146,7 +146,10 @@ class PackedLayers:
         return matrix
 
     def _part(self, name: str, matrix: PackedMatrix) -> PackedMatrix:
-        """Return the rows or columns of the matrix that this rank has; all of it without ranks."""
+        """Return the rows or columns of the matrix that this rank computes with; all of it without ranks.
+
+        ``matrix``: the whole weight ``name``.
+        """
         part = None if self._shard is None else self._shard.slice_of(name)
         if part is None:
             return matrix

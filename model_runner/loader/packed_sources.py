@@ -152,7 +152,10 @@ class CheckpointMatrices(PackedSource):
         return own.take(torch.from_numpy(order).to(device))
 
     def _beside(self, name: str, what: Literal["scales", "groups"]) -> str | None:
-        """Return the name of the matrix's tensor of scales or groups, or None if it has none."""
+        """Return the name in the files of a matrix's tensor of scales or of groups, or None if the files have none.
+
+        ``name``: the matrix's name in the engine. ``what``: which of the two tensors. FP8 always gives None.
+        """
         endings = FOUR_BITS.get(self._packing.kind)
         if endings is None:
             return None

@@ -126,7 +126,8 @@ def fp8(name: str, weight: Tensor, scales: Tensor, block: tuple[int, int] | None
 def awq(words: Tensor, zeros: Tensor, scales: Tensor) -> Int4Matrix:
     """Return the matrix of a weight as AWQ stores it; its groups are neighbouring columns.
 
-    ``words``: int32 [I, O / 8]. ``zeros``: int32 [G, O / 8]. ``scales``: [G, O].
+    ``words``: the weight, eight 4-bit numbers in each int32, [I, O / 8]. ``zeros``: zero points packed alike, [G, O /
+    8]. ``scales``: [G, O].
     """
     order = torch.tensor(AWQ_ORDER, device=words.device)
     numbers_IO, zeros_GO = (_parts(packed)[..., order].flatten(-2) for packed in (words, zeros))
@@ -137,8 +138,9 @@ def awq(words: Tensor, zeros: Tensor, scales: Tensor) -> Int4Matrix:
 def gptq(words: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, zero_offset: int) -> Int4Matrix:
     """Return the matrix of a weight as GPTQ stores it.
 
-    ``words``: int32 [I / 8, O]. ``zeros``: int32 [G, O / 8]. ``scales``: [G, O]. ``groups``: the group of each column
-    ([I]), or None if groups are neighbouring columns. ``zero_offset``: what stored zero points are too low by.
+    ``words``: the weight, eight 4-bit numbers in each int32, [I / 8, O]. ``zeros``: zero points packed alike, [G, O /
+    8]. ``scales``: [G, O]. ``groups``: the group of each column ([I]), or None if groups are neighbouring columns.
+    ``zero_offset``: number to add to stored zero points.
     """
     numbers, zeros_GO = _parts(words.T).flatten(-2), _parts(zeros).flatten(-2) + zero_offset
     return _in_groups(numbers, zeros_GO, scales, groups)
@@ -147,8 +149,9 @@ def gptq(words: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, ze
 def int4(words: Tensor, zeros: Tensor | None, scales: Tensor, groups: Tensor | None) -> Int4Matrix:
     """Return the matrix of a weight as compressed-tensors stores it.
 
-    ``words``: int32 [O, I / 8]. ``zeros``: int32 [O / 8, G], or None if all are SYMMETRIC_ZERO. Numbers and zero points
-    are stored higher than their values, by the same amount. ``scales``: [O, G]. ``groups``: as in ``gptq``.
+    ``words``: the weight, eight 4-bit numbers in each int32, [O, I / 8]. ``zeros``: zero points packed alike, [O / 8,
+    G], or None if all are SYMMETRIC_ZERO. Numbers and zero points are stored higher than their values, by the same
+    amount. ``scales``: [O, G]. ``groups``: as in ``gptq``.
     """
     numbers, scales_GO = _parts(words).flatten(-2), scales.T
     if zeros is None:

@@ -64,8 +64,10 @@ class BlockSource(ABC):
 
     @abstractmethod
     def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
-        """Return the weights ``names`` of one linear layer as blocks, or None if the layer has to be dense. ``weight``:
-        the same weights in a float type, [N, K]. It has values unless ``names`` are ``left_out``.
+        """Return the weights ``names`` of one linear layer as blocks, or None if the layer has to be dense.
+
+        ``weight``: the same weights in a float type, [N, K]. It has no values if ``names`` are ``left_out``. Otherwise
+        a source may round it.
         """
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -103,9 +105,10 @@ class RoundedBlocks(BlockSource):
         self._bits = bits
 
     def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
-        """Round ``weight`` to blocks of 4 bits (Q4_1) or 8 bits (Q8_0); the head always has 8 bits.
+        """Round ``weight`` [N, K] to blocks of 4 bits (Q4_1) or 8 bits (Q8_0); the head always has 8 bits.
 
-        Return None if K is not a multiple of 32.
+        ``names``: the weights of one linear layer, by which the head is known. Return None if K is not a multiple of
+        32.
         """
         if weight.shape[1] % BLOCK:
             return None

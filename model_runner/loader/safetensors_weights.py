@@ -147,9 +147,10 @@ def packing_of(folder: Path) -> Packing | None:
 
 
 def _read(name: str, places: Mapping[str, Path], file: Path, tensors: Any) -> Tensor | None:
-    """Read the tensor ``name``, or return None if there is none.
+    """Read the tensor ``name``, or return None if the files have none.
 
-    ``tensors``: the open ``file``, which mostly holds it. With many experts, opening a file for each tensor takes long.
+    ``places``: file of each tensor by name. ``tensors``: contents of the open ``file``, which mostly holds it. With
+    many experts, opening a file for each tensor takes long.
     """
     if name not in places:
         return None
@@ -165,7 +166,8 @@ def _plain(tensor: Tensor) -> Stored:
 def _mxfp4(name: str, blocks: Tensor, places: dict[str, Path]) -> Stored:
     """Return the MXFP4 weight of ``blocks`` and their scales, which is dequantised only when it is read.
 
-    A stack of matrices is dequantised one matrix at a time, because all of it would be large.
+    ``name``: the file's name of ``blocks``. ``places``: file of each tensor by name, where the scales are found. A
+    stack of matrices is dequantised one matrix at a time, because all of it would be large.
     """
     scales_name = name.removesuffix(BLOCKS) + SCALES
     if scales_name not in places:

@@ -123,7 +123,8 @@ class Layer:
     ) -> Tensor:
         """Apply the layer to ``x_TN`` in place, and return ``x_TN`` normalised by ``following`` (None: as it is).
 
-        ``normed_TN``: the input normalised by ``before_attention``. The tokens' KV is written to the pool.
+        ``following``: the norm that comes after this layer, mostly the next layer's first one. ``normed_TN``: the input
+        normalised by ``before_attention``. The tokens' KV is written to the pool.
         """
         scale = self.spec.residual_scale
         attended = self._ranks.sum(self.attention.forward(normed_TN, rotation, attention, ops))

@@ -21,9 +21,9 @@ class RankGroup(Protocol):
         ...
 
     def join(self, columns: Tensor) -> Tensor:
-        """Exchange columns with all ranks, and return them side by side: [L, V].
+        """Gather the logits that each rank has for its part of the vocabulary; return them side by side: [L, V].
 
-        Each rank gives about V / R columns.
+        ``columns``: this rank's logits, about V / R columns with R ranks.
         """
         ...
 

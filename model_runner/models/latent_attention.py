@@ -78,7 +78,10 @@ class LatentAttention:
         return found | {(f"{prefix}.q_a_proj",): self.q_a_proj, (f"{prefix}.q_b_proj",): self.q_b_proj}
 
     def _queries(self, x_TN: Tensor, ops: DeviceOps) -> tuple[Tensor, Tensor]:
-        """Return the queries: the part that meets latent rows, [T, H, R], and the part to rotate, [T, H, P]."""
+        """Return each head's query in two parts: [T, H, R] to multiply with latent rows, [T, H, P] to rotate.
+
+        The first is already multiplied with the head's matrix of ``k_b_proj``. The second is not rotated yet.
+        """
         spec = self.spec
         if self.q_a_proj is not None and self.q_a_norm is not None:
             x_TN = ops.norm(self.q_a_norm, self.q_a_proj.forward(x_TN))

@@ -125,7 +125,7 @@ class HostRanks(ABC):
     def share(self, own: Own) -> Shared:
         """Make the memory that this host's ranks share, or map what the lead made; wait for the other ranks.
 
-        Raises ``ModelError``, ``RegionError`` or ``OSError``.
+        ``own``: sizes of this rank's weights and pages. Raises ``ModelError``, ``RegionError`` or ``OSError``.
         """
 
 
@@ -181,7 +181,7 @@ class LeadRank(HostRanks):
     def next_frame(self) -> bytes:
         """Wait for the next step from rank 0, on another host, and return it as encoded bytes.
 
-        Ends the process if rank 0 is gone.
+        Only the lead of a host without rank 0 calls this. Ends the process if rank 0 is gone.
         """
         try:
             return self.join().recv_frame()
@@ -220,7 +220,10 @@ class FollowerRank(HostRanks):
         return Shared(PoolPlan(setup.num_pages), region, exchange)
 
     def answer(self, weight_bytes: int, error: str) -> None:
-        """Tell the lead that this rank has executed its command, or why it failed (``error``; empty: it did not)."""
+        """Tell the lead that this rank has executed its command, or why it failed.
+
+        ``error``: the reason; empty if it succeeded. ``weight_bytes``: the rank's weights, which the lead ignores here.
+        """
         self._lead.send(RankLoaded(self.place.rank, weight_bytes, error))
 
     def next_step(

@@ -73,7 +73,8 @@ class ModelPart(ABC):
     def reserve(self, own: Own) -> Reserved:
         """Choose the KV pool's size, which all ranks agree on, and reserve its memory on the host.
 
-        Raises ``ModelError``, ``RegionError`` or ``OSError``.
+        ``own``: sizes of this process's weights and pages, and how to choose the pool's size from them. Raises
+        ``ModelError``, ``RegionError`` or ``OSError``.
         """
 
 
@@ -85,7 +86,8 @@ class WholeModel(ModelPart):
     ) -> None:
         """Describe a whole model with KV of the sizes ``kept``, on the device that torch calls ``place``.
 
-        ``windows``: tokens of the window of each layer that frees pages behind it, by layer.
+        ``windows``: sliding windows in tokens, by number of the layer, for layers that free pages older than their
+        window.
         """
         self.kept = kept
         self.windows = windows or {}
@@ -102,7 +104,8 @@ class WholeModel(ModelPart):
     def reserve(self, own: Own) -> Reserved:
         """Choose the pool's size beside this process's weights, and allocate its memory if it is on the host.
 
-        Nothing is allocated if the pool's pages have no bytes.
+        ``own``: sizes of this process's weights and pages. Nothing is allocated for an accelerator, or if pages have no
+        bytes: the result has no region then.
         """
         plan = own.plan_pools(own.weight_bytes)
         nbytes = plan.num_pages * own.page_bytes

@@ -55,8 +55,9 @@ class PartOnDevice(_RankPart):
         self._device_name = device.name
 
     def reserve(self, own: Own) -> Reserved:
-        """Return this rank's pool plan, with the fewest pages that any rank's device has room for; wait for all ranks.
+        """Return the plan of this rank's own pool, on its device; wait for all ranks.
 
+        Every rank gets the number of pages that the device with the least room allows. No memory is allocated here.
         Raises ``UnsupportedModel`` if the ranks don't serve the same.
         """
         plan = own.plan_pools(own.weight_bytes)

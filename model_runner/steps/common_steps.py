@@ -42,7 +42,8 @@ class CommonSteps(Protocol):
         """Compute ``step`` in one call, and return its tokens; ``done`` counts the layers that have written their KV.
 
         The caller has already applied the step's ``new_rows`` and ``slot_deltas``. Return None, with nothing changed,
-        if the executor has to compute the step part by part.
+        if the step can't be computed so, as when it asks for more than tokens. The executor then computes it part by
+        part.
         """
         ...
 

@@ -205,7 +205,8 @@ class DeviceExecutor:
     def score_samples(self, logits_LV: Tensor, tokens_S: Tensor, wanted: I64, most: int) -> Scored[Tensor]:
         """Queue the log-probabilities of some sampled tokens, and of each one's ``most`` likeliest alternatives.
 
-        ``wanted``: indices into ``tokens_S``. The scores stay on the device.
+        ``tokens_S``: tokens sampled from the first S rows of ``logits_LV``. ``wanted``: indices into ``tokens_S`` of
+        those to score. The scores stay on the device.
         """
         logits_NV = logits_LV[: len(tokens_S)]
         if len(wanted) < len(tokens_S):

@@ -47,7 +47,10 @@ class StepEngine(Protocol):
         ...
 
     def common_steps(self, tables: RequestTables) -> CommonSteps:
-        """Return what computes steps that want tokens alone in one call, reading and writing ``tables``."""
+        """Return an object that computes a whole step in one call if the step wants sampled tokens alone.
+
+        ``tables``: request table and rows' state, which it reads and writes.
+        """
         ...
 
 
@@ -110,7 +113,10 @@ class StepExecutor(Protocol):
         ...
 
     def use_weights(self) -> None:
-        """Use the engine's current weights for common steps. Call this after weights were loaded or given back."""
+        """Use the engine's current weights for steps that are computed in one call (``run_common``).
+
+        Call this after weights were loaded or given back.
+        """
         ...
 
     def run_common(self, step: ForwardStep, done: PassProgress) -> Chosen | None:
@@ -143,9 +149,10 @@ class StepExecutor(Protocol):
         ...
 
     def score_samples(self, logits_LV: Any, tokens_S: Any, wanted: I64, most: int) -> Scored[Any]:
-        """Return log-probabilities of chosen tokens, each with its ``most`` likeliest alternatives.
+        """Return log-probabilities of sampled tokens, each with its ``most`` likeliest alternatives.
 
-        ``wanted``: indices into ``tokens_S`` of the tokens to score.
+        ``tokens_S``: tokens sampled from the first S rows of ``logits_LV``. ``wanted``: indices into ``tokens_S`` of
+        those to score.
         """
         ...
 

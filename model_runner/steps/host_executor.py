@@ -73,9 +73,10 @@ class HostExecutor:
             self.window_pages[pages[:, 0]] = pages[:, 1]
 
     def use_weights(self) -> None:
-        """Make a new ``common``, which computes common steps with the engine's current weights.
+        """Replace ``common``, by which whole steps are computed in one call, by one with the engine's current weights.
 
-        The old one is dropped first, so that its weights can be freed.
+        Call this when weights were dropped or loaded again. The old one is dropped first, so that its weights can be
+        freed.
         """
         # What computes common steps keeps weights alive: it goes before another one is made.
         self.common = ALL_GENERAL

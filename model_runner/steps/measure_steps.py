@@ -33,7 +33,11 @@ class _Shape(NamedTuple):
         return self.rows * self.q_len
 
     def measured(self, forward_ms: float) -> MeasuredStep:
-        """Return the step's decodes, KV tokens, prompt tokens and attention pairs with its time, for the cost model."""
+        """Return the sizes of this shape's step, with its measured time ``forward_ms``, for the cost model.
+
+        The sizes are decodes, their KV tokens, prompt tokens, and the number of tokens that all prompt tokens attend
+        to.
+        """
         if self.q_len == 1:
             return MeasuredStep(self.rows, self.rows * self.start, 0, 0.0, forward_ms)
         return MeasuredStep(0, 0, self.q_len, self.q_len * (self.start + self.q_len / 2), forward_ms)

@@ -46,7 +46,8 @@ class StepSizes(NamedTuple):
     def of(cls, options: WorkerOptions, device_type: str, context_length: int, *, gathers: bool) -> StepSizes:
         """Return the sizes of the largest steps under ``options``.
 
-        ``gathers``: attention copies each request's whole context. If so, contexts are kept short here.
+        ``gathers``: whether attention copies each request's whole context. If so, contexts are only as long as a step's
+        prompt tokens.
         """
         rows, tokens = options.max_running_requests, piece_of(options, device_type)
         each = options.max_logprobs_per_request

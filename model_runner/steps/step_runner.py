@@ -88,7 +88,10 @@ class StepRunner:
         self.use_weights()
 
     def use_weights(self) -> None:
-        """Use the engine's current weights for common steps. Call this after weights were loaded or given back."""
+        """Use the engine's current weights for steps that the engine computes in one call.
+
+        Call this after weights were loaded or given back.
+        """
         self.executor.use_weights()
 
     def run(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> StepResult:
@@ -127,14 +130,16 @@ class StepRunner:
     def follow(self, step: ForwardStep) -> None:
         """Launch a step of which another rank reports the result; this rank drops its own.
 
-        On a device that computes beside the host this waits for the step before, because the next step uses its arrays.
+        On the CPU this waits for the step to end. On a GPU it waits only for the step before, because the next step
+        uses its arrays.
         """
         self.launch(step)
         self.settle(1 if self._model.device.beside else 0)
 
     def settle(self, open_steps: int = 0) -> None:
-        """Wait until at most ``open_steps`` launched steps have not ended, the oldest first; drop the results of the
-        others.
+        """Wait for the oldest launched steps, until at most ``open_steps`` have not ended.
+
+        Their results are kept in their ``PendingStep`` for ``collect``.
         """
         for pending in self._open[: max(0, len(self._open) - open_steps)]:
             self._wait(pending)
@@ -183,7 +188,11 @@ class StepRunner:
         return self.executor.choose(logits_LV, plan, params)
 
     def _listings(self, step: ForwardStep, logits_LV: Any, params: RowParams, tokens: Any) -> list[_Listing]:
-        """Compute the log-probabilities that the step wants: of its samples, then of each ``InputLogprobSpec``."""
+        """Have the executor score what the step wants log-probabilities of, and return the scores, maybe still pending.
+
+        The samples come first if any wants them, then each ``InputLogprobSpec``. ``params``: sampling parameters of the
+        sampled entries. ``tokens``: the tokens that were sampled.
+        """
         listings = []
         wanted = np.flatnonzero(params["logprobs"] != NO_LOGPROBS)
         if len(wanted):
@@ -223,8 +232,9 @@ def _logprobs(
 ) -> tuple[list[TokenLogprob | None] | None, list[list[TokenLogprob]]]:
     """Return the log-probabilities of the samples, and a list of them for each ``InputLogprobSpec``.
 
-    Samples that want none have None, and the whole list is None if all want none. Prompt entries with logits that are
-    not finite are added to ``bad``.
+    ``arrays``: the scores of all ``listings`` on the host. ``count``: number of sampled tokens. Samples that want none
+    have None, and the whole list is None if all want none. Prompt entries with logits that are not finite are added to
+    ``bad``.
     """
     sampled: list[TokenLogprob | None] | None = None
     inputs: list[list[TokenLogprob]] = []

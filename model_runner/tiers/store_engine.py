@@ -134,7 +134,10 @@ class StoreEngine:
         return len(hashes)
 
     def _ask(self, work: Callable[[], T], otherwise: T) -> tuple[T, str]:
-        """Call ``work``, and return its result and "", or ``otherwise`` and why it failed or was not tried."""
+        """Call ``work``, which uses the store, and return its result and "".
+
+        If it fails, or the store has failed before and is not tried, return ``otherwise`` and the reason.
+        """
         if self._breaker.state(self._clock()) is BreakerState.OPEN:
             return otherwise, self._breaker.reason
         try:

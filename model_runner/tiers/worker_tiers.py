@@ -36,7 +36,10 @@ def host_pages(options: WorkerOptions, num_pages: int, page_bytes: int) -> int:
 
 
 def _bytes_of(pools: Pools, group: int) -> Bytes:
-    """Return a view of a group's KV pool as bytes [pages, page_bytes]; no bytes if the group's pages have none."""
+    """Return a view of a group's KV pool as bytes [pages, page_bytes]; [pages, 0] if its pages have no bytes.
+
+    ``group``: index of the page group.
+    """
     region = pools.regions[group]
     if region is None:
         return np.empty((pools.plan.num_pages, 0), dtype=np.uint8)
@@ -51,7 +54,8 @@ class WorkerTiers:
     ) -> None:
         """Reserve the second tier's file, and start the store's thread if the options name a store.
 
-        ``make_emit`` returns a function that sends to the scheduler from another thread. Raises ``ModelError``.
+        ``make_emit`` is called in this case, and returns a function by which the store's thread sends to the scheduler.
+        Raises ``ModelError``.
         """
         if device_type != "cpu":
             raise UnsupportedModel(

@@ -187,10 +187,10 @@ class CachedWeights:
 
     @contextmanager
     def _locked(self, part: Path) -> Iterator[int]:
-        """Create or open ``part``, take its lock, and yield its descriptor.
+        """Create or open ``part``, the file that a packed model is written to, take its lock, and yield its descriptor.
 
-        A builder that inherits this holds the lock, too. Raises ``InvalidWeights`` if another process still has the
-        lock after ``timeout`` seconds.
+        The descriptor is closed afterwards. A builder that inherits it holds the lock, too. Raises ``InvalidWeights``
+        if another process still has the lock after ``timeout`` seconds.
         """
         deadline, waits = time.monotonic() + self._timeout, False
         while True:
@@ -214,7 +214,8 @@ class CachedWeights:
     def _remove_old(self, name: WeightsName) -> None:
         """Remove packed models that were not used for a week, and those with files that have changed or are gone.
 
-        Files that a builder writes stay.
+        ``name``: the model packed just now; its packed weights from an older state of its files are removed. Files that
+        a builder writes stay.
         """
         oldest = time.time() - UNUSED_SECONDS
         for path in (*self._folder.glob("*.weights"), *self._folder.glob("*.part")):

@@ -149,7 +149,11 @@ class ModelPacker:
             self._pack_mlp(layer, experts.shared, "shared.", spec.count)
 
     def _pack_stack(self, kind: LinearKind, layer: int, stack: StackedLinear, parts: Sequence[str]) -> int:
-        """Pack and write the weight of each expert; return the bytes that they take."""
+        """Pack and write the weight of each expert; return the bytes that they take.
+
+        ``kind``: which of the experts' linear layers ``stack`` is. ``parts``: names of the projections that are fused
+        in it.
+        """
         nbytes = 0
         for i, weight in enumerate(stack.weight):
             names = [f"layers.{layer}.experts.{i}.{part}.weight" for part in parts]
@@ -164,7 +168,11 @@ class ModelPacker:
         give_back(linear)
 
     def _pack_weight(self, place: LinearPlace, weight: Tensor, bias: Tensor | None, names: Sequence[str]) -> int:
-        """Pack and write a weight, or the quantised blocks that stand for it; return the bytes that it takes."""
+        """Pack and write a weight, or the quantised blocks that stand for it; return the bytes that it takes.
+
+        ``place``: the linear layer that the weight is of. ``names``: the engine's names of the weights that are fused
+        in it, by which blocks are found.
+        """
         blocks = self._weights.blocks
         found = None if blocks is None else blocks.find(names, weight)
         if found is None:

@@ -147,9 +147,9 @@ class PackOrder(msgspec.Struct, frozen=True):
     """Process that waits."""
 
     def read(self) -> PackRequest:
-        """Return the request that this order stands for, after reading the model's description again.
+        """Return the ``PackRequest`` that a parent process has described in these fields, for the process that packs.
 
-        Downloads nothing. Raises ``ModelError``.
+        The model's description is read again. Downloads nothing. Raises ``ModelError``.
         """
         options = msgspec.convert(self.options, WorkerOptions)
         source = resolve_model(

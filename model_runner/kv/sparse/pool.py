@@ -153,13 +153,13 @@ class SparseTokenToKVPool:
         self.data.index_fill_(0, pages, 0)
 
     def _starts(self, layer: int, pages: Tensor) -> Tensor:
-        """Return the index of the first element of ``layer`` in each page, counted from the pool's beginning."""
+        """Return where ``layer`` begins in each of ``pages``: the index of its first element in the whole pool."""
         return (pages * self.group.num_layers + layer) * self._width
 
     def _runs(self, length: int) -> Tensor:
-        """Return an overlapping view of the pool: row i is the ``length`` elements from element i * ``_step`` on.
+        """Return an overlapping view of the pool, for ``index_select``; only read it.
 
-        Only read it.
+        Row i is the ``length`` elements from element i * ``_step`` on.
         """
         count = (self.data.numel() - length) // self._step + 1
         return self.data.view(-1).as_strided((count, length), (self._step, 1))

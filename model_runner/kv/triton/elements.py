@@ -27,7 +27,8 @@ def load_scales(
 ) -> tl.tensor:
     """Load the float32 scales of heads that begin at byte ``offsets`` of the pool; 0 where masked.
 
-    ``scales``: pointer to the pool as float32. FP8 E4M3 scales are multiplied by the factor that ``widen`` leaves out.
+    A head's scale lies behind its ``HEAD_DIM`` bytes of elements. ``scales``: pointer to the pool as float32. FP8 E4M3
+    scales are multiplied by the factor that ``widen`` leaves out.
     """
     found = tl.load(scales + ((offsets + HEAD_DIM) >> 2), mask=mask, other=0.0)
     return found * HALF_OF_E4M3 if KIND == "fp8_e4m3" else found

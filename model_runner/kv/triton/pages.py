@@ -31,8 +31,8 @@ def gather_pages(
     """Queue the copy of ``layers`` of ``pages`` ([N] int32 or int64) from the pool to ``staging``, one after another.
 
     ``pool``: any type, contiguous; its first dimension is pages, each of ``num_layers`` equal parts. ``staging``:
-    contiguous. ``units``: permutation from ``order_units`` that is applied on the way; None: none. Raises
-    ``ValueError`` if ``staging`` is too small.
+    contiguous memory to fill. ``units``: permutation from ``order_units``, by which each layer's part is put into
+    another order; None: none. Raises ``ValueError`` if ``staging`` is too small.
     """
     _move(pool, pages, layers, num_layers, staging, units, is_gather=True)
 
@@ -66,7 +66,10 @@ def order_units(layout: KVLayout, source: KVOrder, group: int = 0) -> np.ndarray
 
 
 def unit_bytes(layout: KVLayout, group: int = 0) -> int:
-    """Return the bytes of a unit, the smallest piece that moves as a whole when the order of a page changes."""
+    """Return the bytes of a unit, the smallest piece that moves as a whole when the order of a page changes.
+
+    It is one element, or one byte if the group's elements have scales. ``group``: index of the layout's page group.
+    """
     kept = layout.groups[group]
     return 1 if kept.scale_dtype is not None else int(getattr(torch, kept.dtype).itemsize)
 

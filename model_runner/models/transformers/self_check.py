@@ -120,9 +120,10 @@ class _Check:
             )
 
     def _forward(self, step: tuple[tuple[int, int], ...], far: Tensor | None = None) -> dict[int, Tensor]:
-        """Compute one pass of entries (row, tokens) on the pool, and return each row's new logits.
+        """Compute one pass on the pool, and return each row's new logits by row.
 
-        ``far``: positions of row ``FAR`` for all but attention; None: its own.
+        ``step``: entries (row, number of tokens), which continue their rows. ``far``: positions that the model is told
+        for row ``FAR``, while attention uses the row's own; None: the row's own for both.
         """
         starts = [self._lens[row] for row, _ in step]
         spans = [torch.arange(s, s + n, device=self._device) for s, (_, n) in zip(starts, step, strict=True)]
@@ -172,9 +173,10 @@ def _error(got: Tensor, expected: Tensor) -> Tensor:
 
 
 def _difference(one: Bare, other: Bare, tokens: Tensor) -> float:
-    """Return how far ``tokens`` (indices into T) differ in two passes, as a share of the standard deviation.
+    """Return how far the results of two passes differ at ``tokens``, as a share of the standard deviation.
 
-    It is the largest of the medians for logits and for each layer's queries, keys and values.
+    ``tokens``: indices into T. The result is the largest of the medians for logits and for each layer's queries, keys
+    and values.
     """
     pairs = [(one.logits, other.logits), *zip(one.attended, other.attended, strict=True)]
     return max(float(_error(a[tokens], b[tokens]).median()) for a, b in pairs)
