@@ -145,10 +145,10 @@ class Detokenizer:
         return ReqText(item.rid, text, ids[:tokens], finish, meta, logprobs, prompt, report)
 
     def _end(self, output: Output, item: ReqTokens, text: ReqText, finish: FinishReason, started: float) -> None:
-        """Drop the state of a request that ends with ``text``, and complete the meta in ``text``.
+        """Drop the state of a request that ends with ``text``, and complete the meta in ``text``, if it has any.
 
-        Tokens after a stop string are taken off its count. ``started``: when this item's decoding began
-        (``perf_counter``).
+        Tokens of ``item`` after a stop string are taken off the meta's count of output tokens. ``started``: when the
+        decoding of ``item`` began (``perf_counter``); the time since is part of the meta's decoding time.
         """
         self.forget(item.rid)
         log.debug("output ends: %s", finish.type, extra={"rid": item.rid})
@@ -158,9 +158,9 @@ class Detokenizer:
 
 
 def _ends_unstarted(item: ReqTokens) -> bool:
-    """Return whether an item without state ends a request that never gave a token.
+    """Return whether ``item``, for which there is no state, is the end of a request that never gave a token.
 
-    Otherwise it is a late item of a stopped request.
+    False for a late item of a request that a stop string has ended. Such an item is dropped.
     """
     never_gave = item.meta is None or item.meta.completion_tokens == 0
     return item.finish is not None and not item.token_ids and never_gave

@@ -41,7 +41,8 @@ class ReasoningWatch:
     def feed(self, text: str) -> None:
         """Count one more output token, and look for the beginning and the end of the reasoning.
 
-        Do nothing once the reasoning is over. ``text``: the text that the token completed, which may be "".
+        If the answer turns out to begin without reasoning, the count returns to 0. Do nothing once the reasoning is
+        over. ``text``: the text that the token completed, which may be "".
         """
         if not self.is_over:
             self.tokens += 1

@@ -97,9 +97,10 @@ class ByteDecoders(DecoderFactory):
         return decoder
 
     def _pieces_with(self, shown: tuple[str, ...]) -> list[bytes]:
-        """Return each token's bytes by its id; b"" for special tokens that are not ``shown``.
+        """Return the table of each token's bytes, by its id.
 
-        The list is kept for later calls.
+        Special tokens have b"" there unless their text is in ``shown``. The table is kept for later calls with the same
+        ``shown``, and must not be changed.
         """
         found = self._with_shown.get(shown)
         if found is None:

@@ -54,7 +54,7 @@ class StopMatcher:
         return Released(text[:certain])
 
     def flush(self) -> str:
-        """Return the text held back, once no more text follows."""
+        """Return the text held back because it might begin a stop string. Call this once no more text follows."""
         held, self._held = self._held, ""
         return held
 

@@ -138,9 +138,10 @@ async def _ask(client: httpx.AsyncClient, url: httpx.URL) -> Reached:
 
 
 async def _address(host: str, reached: str) -> str:
-    """Return an IP address of ``host``, which an instance registered, of the same family as ``reached``.
+    """Return the IP address at which to reach an instance that has registered with ``host``, a name or an address.
 
-    ``reached``: the address of its bootstrap server. Raises ``NotRegistered`` for a name without such an address.
+    ``reached``: the address at which its bootstrap server answered. The result is of the same family (IPv4 or IPv6).
+    Raises ``NotRegistered`` if ``host`` has no such address.
     """
     family = address_family(reached)
     try:

@@ -147,7 +147,10 @@ class LeaseKeeper:
         return response.status_code, f"the bootstrap server {url} refused the registration: {text}"
 
     def _note(self, problem: str) -> None:
-        """Log the beginning and the end of an outage, not each try."""
+        """Log the beginning and the end of an outage, not each try.
+
+        ``problem``: why the last try failed, "" if it succeeded.
+        """
         if problem and not self._problem:
             log.warning("%s; trying again", problem)
         elif self._problem and not problem:

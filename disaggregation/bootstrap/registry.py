@@ -59,8 +59,8 @@ class Registry:
     def withdraw(self, epoch: str, *, for_now: bool = False) -> None:
         """Remove the registration of ``epoch``. Do nothing if that was done before.
 
-        ``for_now``: whether the same epoch may register again. Raises ``RegistrationConflict`` if it is not the current
-        one.
+        ``for_now``: the same epoch may register again later. Otherwise its later registrations are refused. Raises
+        ``RegistrationConflict`` if another epoch, or none, is registered.
         """
         if epoch in self._retired or (for_now and epoch == self._away):
             return

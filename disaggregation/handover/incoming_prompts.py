@@ -31,7 +31,10 @@ class IncomingPrompts:
         """Number of prompts that were computed here because their hand-over failed after the first token."""
 
     def on_allocated(self, receiver: KVReceiver) -> None:
-        """Count how much of the prompt was found in the prefix cache, when the request gets its first memory."""
+        """Count how much of the prompt was found in the prefix cache, when the request gets its first memory.
+
+        Do nothing if it had memory before and gave it back, so that each prompt is counted once.
+        """
         if not receiver.allocated_at:
             self._scheduler.planner.count_lookup(receiver.req)
 

@@ -159,7 +159,7 @@ class KVSender:
 def mismatch(req: Req, request: TransferRequest, run: PageRun, page_size: int) -> str | None:
     """Return why the decode's request for the KV does not fit the client's request here, or None if it does.
 
-    ``run``: pages that are to be sent.
+    ``run``: the pages that this instance would send, by group. The decode must offer as many in each group.
     """
     if request.prompt_len != req.prompt_len or request.prompt_digest != digest_of(req, req.prompt_len):
         return f"bootstrap_room {request.handover.room} means another prompt on the decode instance"
@@ -184,7 +184,8 @@ def delivered_pages(layout: KVLayout, run: PageRun, nbytes: int) -> int:
 def timeline_of(req: Req, sent: SendEnded | None, begun: float) -> Timeline:
     """Return the prefill's part of the hand-over's timeline, in milliseconds since ``begun``.
 
-    ``sent``: the finished transfer; without it, the times of the transfer are 0.
+    ``begun``: ``time.monotonic()`` when both the client's and the decode's request were here. Earlier points count as
+    0. ``sent``: the finished transfer; None before, and the times of the transfer are then 0.
     """
     points = (req.times.admitted, req.times.first_token, *((sent.began, sent.ended) if sent else (begun, begun)))
     queue, prefill, first, last = (max(0.0, (when - begun) * 1000) for when in points)

@@ -73,7 +73,10 @@ class LocalInstance(NamedTuple):
 
 
 def _unlike(theirs: KVLayout, ours: KVLayout) -> tuple[str, str]:
-    """Return the fields in which two layouts differ, as one text with the values of each side."""
+    """Return two texts for an error message: the fields that differ, with the values of ``theirs``, and of ``ours``.
+
+    If the layouts differ in their number of page groups, the texts name only these numbers.
+    """
     if len(theirs.groups) != len(ours.groups):
         return f"{len(theirs.groups)} groups of pages", f"{len(ours.groups)} groups of pages"
     values = [("page_size", theirs.page_size, ours.page_size)]

@@ -97,5 +97,9 @@ class InstanceMembership:
         return where.host in (self._options.host, self._options.advertise_host) or means_this_host(where.host)
 
     def may_mean_here(self, where: Bootstrap) -> bool:
-        """Return whether ``where`` has this instance's bootstrap port, whatever its host is."""
+        """Return whether ``where`` has this instance's bootstrap port, whatever its host is.
+
+        Its host may be a name or address of this machine that ``names_here`` does not know. False before the bootstrap
+        server listens.
+        """
         return where.port == self._network.bootstrap_port

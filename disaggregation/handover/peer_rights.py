@@ -17,9 +17,10 @@ class PeerRights:
         self._epoch = epoch
 
     def may_send(self, peer: Peer, message: Any) -> bool:
-        """Return whether the peer may send ``message``.
+        """Return whether the peer may send ``message`` now. False for any message that names no hand-over.
 
-        A hand-over is named by its receiver's epoch, so only the receiver may send a receiver's messages.
+        A hand-over is named by its receiver's epoch, so only the receiver may send a receiver's messages. Messages of
+        transfers also require that the direction of KV is open.
         """
         if not hasattr(message, "handover"):
             return False

@@ -140,7 +140,7 @@ class Peers:
         self._directions.want(peer, now)
 
     def on_found(self, host: str, port: int, answer: Reached | str, now: float) -> None:
-        """Dial the instance that a bootstrap server named, or use its peer. A text as ``answer``: the peer is gone."""
+        """Dial the instance of a bootstrap server's answer, or use its peer. A text is an error: the peer is gone."""
         peer = self.table.by_address.get((host, port))
         if peer is None or peer.state is not PeerState.FINDING:
             return
@@ -284,7 +284,7 @@ class Peers:
         self._open(peer, hello, now)
 
     def _answered(self, peer: Peer, hello: Hello, problem: str | None, now: float) -> None:
-        """Handle a Hello on a peer's connection: open it, or end it if the Hello is wrong for ``problem``."""
+        """Open ``peer``, which said Hello on its connection, or end it. ``problem``: what is wrong with the Hello."""
         if peer.state is PeerState.OPEN:
             self._gone(peer, "it said Hello twice by one connection")
         elif problem is None and hello.sender != peer.epoch:

@@ -46,7 +46,11 @@ class Prospects(NamedTuple):
     """Time from the prefill's first token to the arrival of the KV, by the number of pages."""
 
     def sooner(self, tokens: int, pages: int) -> float:
-        """Return the milliseconds to the first token and its KV, on the instance that is sooner."""
+        """Return the milliseconds to the first token and its KV, on the instance that is sooner.
+
+        ``tokens``: tokens to compute if this instance computes the prompt. ``pages``: pages to send if the prefill
+        does.
+        """
         return min(self.here(tokens), self.there + self.lag(pages))
 
 
@@ -96,7 +100,8 @@ class PlacementPolicy:
     def is_short(self, req: Req) -> bool:
         """Return whether so little of the prompt is uncached that it is computed here, without asking the prefill.
 
-        The decision is counted, unless the prefill's forecast is still to decide.
+        Always True with the threshold ``never``, and False with ``always`` and ``auto``. The decision is counted,
+        except with ``auto``: there ``is_here`` decides later.
         """
         here = self._least > 0 and self._estimator.uncached(req) < self._least
         if here or not self.asks:
@@ -104,9 +109,9 @@ class PlacementPolicy:
         return here
 
     def would_decline(self, req: Req) -> bool:
-        """Return whether a decode with the same threshold would compute the prompt itself.
+        """Return whether a decode with the same threshold would compute the prompt itself (``is_short``).
 
-        This is called on a prefill, which does not know what the decode has cached.
+        This is called on a prefill, which does not know what the decode has cached, so the whole prompt counts.
         """
         return req.prompt_len < self._least
 

@@ -40,7 +40,10 @@ class PlacementStage:
         self.store_first = StoreFirst(scheduler, policy)
 
     def on_forecast(self, peer: Peer, msg: Forecast, now: float) -> None:
-        """Record the prefill's forecast of its time to the first token, in milliseconds."""
+        """Record the prefill's forecast of its time to the first token, in milliseconds; ``decide`` uses it.
+
+        Ignore a forecast for a prompt with a placement that is decided, or for a room that is not open.
+        """
         receiver = self._rooms.known(peer, msg.handover)
         # A room that gave its memory back is QUEUED and still takes the forecast: a prefill sends one for each room.
         states = (ReceiverState.QUEUED, ReceiverState.PREALLOCATED)

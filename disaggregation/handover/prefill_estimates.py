@@ -61,12 +61,20 @@ class PrefillEstimates:
         return self._tiers.store.index.is_looking(req.rid, now) and self._tiers.store.fetch_ms(0, now) < ms
 
     def _brought(self, req: Req, now: float) -> tuple[int, float]:
-        """Return how many tokens the store is expected to supply, and the milliseconds of waiting for them."""
+        """Return how many of the prompt's uncached tokens the store is expected to supply, and the wait for them in ms.
+
+        ``req`` must have been looked up in the store. The wait may count although no token comes, as with a fetch that
+        is too slow.
+        """
         return self._tiers.store.estimate_fetch(
             req.rid, now, lambda tokens: self._estimator.compute_ms(req, tokens) / 1000
         )
 
     def is_decided(self, sender: KVSender) -> None:
-        """Deduct the room's load from what is expected to come: its decode has decided, or the room has ended."""
+        """Deduct the room's load from what is expected to come.
+
+        Call this when its decode has decided, or the room has ended. Do nothing for a room without a forecast, or if it
+        was done before.
+        """
         self.expected -= sender.expected_load
         sender.expected_load = NOTHING

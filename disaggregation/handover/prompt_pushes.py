@@ -31,10 +31,10 @@ class PromptPushes:
         self.push_seconds = 0.0
 
     def take_computed_pages(self, req: Req) -> SendPages | None:
-        """Return the pages that the step about to be sent completes, for the worker to push after it; None if there are
-        none.
+        """Return the pages that the step about to be sent completes, for the worker to push after it.
 
-        The request's memory is pinned from then on.
+        None if it completes no page, or the decode has not asked for the KV. The prompt's last push comes even without
+        pages, to mark the end. The request's memory is pinned from the first push until the worker's ``SendEnded``.
         """
         sender = self._rooms.of(req)
         if sender is None or sender.transfer is None or sender.state is SenderState.DRAINING:

@@ -46,7 +46,7 @@ class ReceiverRooms:
         return [receiver for receiver in self.by_number.values() if receiver.state is state]
 
     def preallocated(self) -> list[tuple[KVReceiver, ReceiverMemory]]:
-        """Return the rooms in PREALLOCATED, with their memory."""
+        """Return the rooms that have memory but have not asked the prefill for KV (PREALLOCATED), with that memory."""
         return [(r, r.memory) for r in self.in_state(ReceiverState.PREALLOCATED) if r.memory is not None]
 
     def of_peer(self, peer: Peer) -> list[KVReceiver]:

@@ -118,7 +118,10 @@ class SenderRooms:
             self.drained(sender, sender.failure)
 
     def close(self, sender: KVSender) -> None:
-        """Remove a room, and remember its hand-over as ended."""
+        """Remove a room, with its load in forecasts, and remember its hand-over as ended: late messages open no room.
+
+        The decode is not notified, and the request and its memory stay as they are.
+        """
         del self.by_number[sender.room]
         self.estimates.is_decided(sender)
         if sender.decode is not None:
@@ -127,7 +130,8 @@ class SenderRooms:
     def drained(self, sender: KVSender, failure: Failure) -> None:
         """Remove a failed room, for which the worker reads no more, and tell its decode.
 
-        If one side has not come yet, remember the failure for it.
+        If the client's request or the decode's first message has not come, remember the failure. It is the answer when
+        that comes.
         """
         status, reason = failure
         self.close(sender)

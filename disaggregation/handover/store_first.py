@@ -140,7 +140,10 @@ class StoreFirst:
         self._scheduler.tiers.store.forget(receiver.req.rid)
 
     def _reusable(self, receiver: KVReceiver) -> int:
-        """Return the maximum number of further pages of the prompt that may come from a store."""
+        """Return the maximum number of further pages of the prompt that may come from a store.
+
+        That is the whole pages of the longest prefix that may be reused, less those in the pool already.
+        """
         req, page_size = receiver.req, self._scheduler.memory.pool.page_size
         return max(0, req.longest_reusable_prefix // page_size - req.computed // page_size)
 

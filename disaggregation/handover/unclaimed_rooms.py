@@ -32,9 +32,10 @@ class UnclaimedRooms:
         self._bytes = 0
 
     def admit(self, peer: Hashable, room: int, nbytes: int) -> str | None:
-        """Count ``room`` of ``peer`` with ``nbytes`` more bytes of page numbers, and return None.
+        """Count a room that the decode ``peer`` has opened and that no client's request has come for, and return None.
 
-        If it exceeds a limit, count nothing and return the reason.
+        ``nbytes``: bytes of page numbers to add to those counted for the room. If that exceeds a limit of the peer or
+        of all peers, count nothing and return the reason.
         """
         rooms = self._rooms.get(peer, {})
         more = 0 if room in rooms else 1
@@ -50,7 +51,10 @@ class UnclaimedRooms:
         return None
 
     def drop(self, peer: Hashable, room: int) -> None:
-        """Stop counting ``room``: its request has come, or it has ended. Do nothing if it isn't counted."""
+        """Stop counting ``room`` and its bytes: its client's request has come, or it has ended.
+
+        Do nothing if it isn't counted.
+        """
         rooms = self._rooms.get(peer)
         if rooms is None or room not in rooms:
             return

@@ -123,7 +123,10 @@ class Stream:
 
 
 def _advance(views: deque[memoryview], count: int) -> None:
-    """Drop the first ``count`` bytes of ``views``."""
+    """Drop the first ``count`` bytes of ``views``, which were read or sent.
+
+    The queue is changed in place, the memory is not.
+    """
     while count:
         first = views[0]
         if len(first) > count:

@@ -199,9 +199,10 @@ class ControlPort:
         return too_long
 
     def keep(self, identity: int) -> None:
-        """Make an accepted connection a peer's, since its Hello is good: without a deadline, and with longer frames.
+        """Make an accepted connection a peer's, because its Hello is valid.
 
-        If it has ended already, ``take_ended`` reports that.
+        It then has no deadline, and may send longer frames. ``identity``: the connection's number. If the connection
+        has ended already, ``take_ended`` reports that.
         """
         connection = self._strangers.pop(identity, None)
         if connection is not None:

@@ -63,7 +63,7 @@ class KVReturns:
         self._rooms.add(move)
 
     def make_room(self, now: float) -> None:
-        """Give up the KV returns with no page on its way yet, if other requests need the memory."""
+        """Give up the KV returns with no page on its way yet, if other requests may need the memory. That unpins it."""
         self._now = now
         if self._returns and self._memory_is_wanted():
             states = (MigrationState.REACHING, MigrationState.OFFERED)
@@ -78,7 +78,11 @@ class KVReturns:
             self._rooms.check_deadline(move, now)
 
     def _memory_is_wanted(self) -> bool:
-        """Return whether a request waits for memory, or running ones may soon lack it. They precede KV returns."""
+        """Return whether requests may need the KV pool's memory. They precede KV returns.
+
+        True if a request that may be computed waits, or if few pages can be had. Few is less than ``SPARE_PAGES`` for
+        each running request; pages count that are free or can be evicted.
+        """
         planner, memory = self._scheduler.planner, self._scheduler.memory
         waits = any(req.times.ready for req in planner.waiting.values())
         return waits or memory.pool.obtainable < SPARE_PAGES * self._page_size * max(1, len(planner.running))

@@ -182,7 +182,10 @@ class MigrationRooms:
     # --- the ways out ---
 
     def on_refused(self, peer: Peer, msg: MoveRefused, now: float) -> None:
-        """Fail a migration that the other instance has refused or given up. It is not told."""
+        """Fail a migration that the other instance has refused or given up, and send it no notice of that.
+
+        Do nothing if the migration has failed already, or if the message is not from its target.
+        """
         move = self.of(peer, msg.handover)
         if move is not None and move.state is not MigrationState.DRAINING:
             self.fail(move, f"the other instance does not take it: {shown(msg.reason, REASON_CHARS)}", tell=False)
@@ -212,7 +215,10 @@ class MigrationRooms:
             self.fail(move, f"the other instance is gone: {peer.reason}")
 
     def pinned(self) -> list[KVHold]:
-        """Return the holds of memory that the worker reads, or will read, for migrations."""
+        """Return the holds of memory that the worker reads, or will read, for migrations.
+
+        The pins stay with the migrations.
+        """
         holds = [move.push.hold if move.push is not None else move.hold for move in self._migrations]
         return [hold for hold in holds if hold is not None]
 
@@ -241,7 +247,10 @@ class MigrationRooms:
         self.forget(move)
 
     def forget(self, move: Migration) -> None:
-        """Remove a migration that is over, and acknowledge the peer's abort if it waits for that."""
+        """Remove a migration that has ended, with or without success, and notify its owner (``on_over``).
+
+        If the peer has aborted it and waits, send the ``AbortAck``. Memory must have been unpinned before.
+        """
         self._migrations.remove(move)
         move.owner.on_over(move)
         if move.handover is not None:
@@ -250,6 +259,9 @@ class MigrationRooms:
                 move.peer.send(AbortAck(move.peer.epoch, move.handover))
 
     def _let_go_of(self, hold: KVHold) -> None:
-        """Unpin the memory of a migration, and its window pages: the worker does not read them any more."""
+        """Release a migration's pin of the memory ``hold``, and its window pages: the worker reads them no more.
+
+        A request that still runs keeps its memory. Otherwise the last pin frees it, and verified KV stays cached.
+        """
         self._scheduler.memory.pinned.let_window_go(hold)
         self._scheduler.memory.pinned.unpin(hold)
