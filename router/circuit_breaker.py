@@ -58,7 +58,10 @@ class CircuitBreaker:
             self.ask(2.0 ** min(self._failures - FAILURES, 10))
 
     def ask(self, seconds: float) -> None:
-        """Open the breaker for ``seconds`` from now, ``LONGEST`` at most. A longer time that runs already stays."""
+        """Open the breaker for ``seconds`` from now, ``LONGEST`` at most, so that other instances get the requests.
+
+        A breaker that is open longer already stays open as long.
+        """
         now = self._clock()
         if self._until <= now:
             self.opened_at = now

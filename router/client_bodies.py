@@ -67,7 +67,8 @@ class ClientBodies:
     def hold(self, size: int, key: str) -> Iterator[None]:
         """Count a body of ``size`` bytes as held until the block ends. ``key`` is its API key's name, "" without one.
 
-        Raises ``TooManyBodiesError`` if too few bytes are free, or if they are more than the key's share.
+        Raises ``TooManyBodiesError`` if the bytes do not fit below the limit. A key that holds bodies already may not
+        come to hold more than it leaves free. Bodies of up to ``SMALL_BYTES`` may exceed the limit by an eighth.
         """
         limit = self._held_limit + (self._held_limit // 8 if size <= SMALL_BYTES else 0)
         free, of_key = limit - self.held - size, self._of[key]

@@ -282,9 +282,10 @@ async def until_disconnect(receive: Receive) -> None:
 
 
 def refusal(answers: list[ControlAnswer]) -> Response | None:
-    """Return the response with the first refusal of an order among the instances' ``answers``; None if none refused.
+    """Return the response with the first refusal of a control request, such as a flush; None if none refused.
 
-    Instances that gave no answer do not count. Raises ``NoInstanceError`` if none gave an answer.
+    ``answers``: those of all instances. One that gave no answer has not refused. Raises ``NoInstanceError`` if none
+    gave an answer.
     """
     reached = [answer for answer in answers if answer.status]
     if not reached:

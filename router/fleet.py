@@ -51,7 +51,11 @@ Target = Pair | Instance
 
 
 def _queued(target: Target) -> tuple[int, int]:
-    """Return what a new request at ``target`` would wait for: prompt tokens before its own, and requests beside it."""
+    """Return the load that a new request at ``target`` meets, for comparing targets.
+
+    The first number is the prompt tokens that its prefill has still to compute. The second is the requests in flight at
+    its decode. A single instance has both.
+    """
     prefill, decode = target if isinstance(target, Pair) else (target, target)
     return prefill.prompt_tokens, decode.in_flight
 
@@ -118,7 +122,10 @@ class Fleet:
         return next(iter(known or [i for i in self.instances if i.url == url]), None)
 
     def undecided(self) -> bool:
-        """Return whether a health check that is still to end may find an instance that can serve."""
+        """Return whether a health check that has not ended may still find an instance that can serve.
+
+        It may if an instance is in state ``UNKNOWN``, or if its ``asked_again`` is set.
+        """
         return any(i.state is HealthState.UNKNOWN or i.asked_again for i in self.instances)
 
     def pick(
@@ -172,14 +179,17 @@ class Fleet:
         instance.reason = reason
 
     def _ask_others(self, gone: Instance) -> None:
-        """Have all healthy instances but ``gone`` checked now: one of them may have taken over its role."""
+        """Have the health of all healthy instances but ``gone`` checked now: one of them may have taken over its role.
+
+        Sets their ``asked_again``, and waits for no check. ``gone``: an instance that has become unhealthy.
+        """
         for other in self.instances:
             if other is not gone and other.state is HealthState.HEALTHY:
                 other.asked_again = True
                 other.check_now.set()
 
     def answered_again(self, instance: Instance) -> None:
-        """Note that the check requested by ``asked_again`` of ``instance`` has ended.
+        """Clear ``asked_again`` of ``instance``, because the check that it requested has ended.
 
         Wake all tasks in ``wait_change``.
         """

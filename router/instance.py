@@ -174,7 +174,10 @@ class Instance:
         return max(0.0, reported_ms + pace.stream_ms * (self.answers - self._answers_at_report))
 
     def has_room_of(self, other: Instance) -> bool:
-        """Return whether requests may become as long here as at ``other``; False if either is unknown."""
+        """Return whether requests may become as long here as at ``other``, in tokens; False if either limit is unknown.
+
+        It compares limits, not what is free.
+        """
         mine, others = self.report.pace, other.report.pace
         return mine is not None and others is not None and mine.max_tokens >= others.max_tokens
 
@@ -280,7 +283,7 @@ class Answering:
         self._count = 0
 
     def move(self, to: Instance) -> None:
-        """Count the requests at ``to`` from now on."""
+        """Count these requests in ``answers`` of ``to`` from now on, and no longer in that of the instance before."""
         self.instance.answers -= self._count
         to.answers += self._count
         self.instance = to

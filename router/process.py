@@ -129,8 +129,8 @@ def run_router(options: RouterOptions) -> int:
 def own_key(options: RouterOptions) -> Iterator[str | None]:
     """Draw an admin key for this router, and yield it. Its file exists until the block ends.
 
-    Yield None if the options name an admin key or no cluster secret, or if no folder can be made. Without the secret,
-    instances would not accept the router's orders.
+    Yield None, and draw no key, if the options name an admin key or no cluster secret, or if no folder can be made.
+    Without the secret, instances would not accept the router's admin requests.
     """
     if options.cluster_secret_file is None or read_keys(options).has_admin:
         yield None

@@ -48,8 +48,8 @@ class Quarantine:
     def record(self, digest: bytes, url: str, begun_at: float) -> None:
         """Note that the instance at ``url`` died while it had this request, which it was sent at ``begun_at``.
 
-        ``digest``: of the request's body. Several requests with the same body that an instance had at the same time see
-        one death.
+        ``digest``: of the request's body. If the instance had several requests with this body when it died, the death
+        is recorded once.
         """
         deaths = self._recent(digest)
         if any(death.url == url and death.at >= begun_at for death in deaths):
@@ -64,7 +64,10 @@ class Quarantine:
         self._deaths.pop(digest, None)
 
     def culprits(self, digest: bytes) -> list[Death]:
-        """Return the deaths for which the request with this ``digest`` is quarantined, an empty list if it is not."""
+        """Return the deaths of instances for which the request with this ``digest`` is to be refused.
+
+        Return an empty list if it may be served: fewer than ``MOST_DEATHS`` died during it lately.
+        """
         deaths = self._recent(digest)
         if not deaths:
             self._deaths.pop(digest, None)

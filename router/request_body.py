@@ -226,7 +226,10 @@ class _Prompt(NamedTuple):
 
 
 def _entries(data: bytes, are_texts: bool) -> Sequence[Any]:
-    """Return the prompts in a JSON list: texts if ``are_texts``, else lists; none if an entry is of another kind."""
+    """Decode the prompts in a JSON list: texts if ``are_texts``, else lists.
+
+    Return an empty sequence for mixed kinds.
+    """
     try:
         return (
             msgspec.json.decode(data, type=list[str]) if are_texts else msgspec.json.decode(data, type=list[_AnyList])

@@ -18,7 +18,10 @@ class AnswerKeys:
         self._secret = (secret or secrets.token_hex()).encode()
 
     def draw(self) -> str:
-        """Draw a new key: 64 hexadecimal digits."""
+        """Draw a new key: 64 hexadecimal digits.
+
+        With it, the rest of an answer that moves to this instance can be fetched here.
+        """
         nonce = secrets.token_bytes(NONCE_BYTES)
         return (nonce + self._mac(nonce)).hex()
 

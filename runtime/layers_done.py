@@ -49,10 +49,10 @@ class LayersDone:
         self._count.value = count
 
     def launched(self, count: int) -> None:
-        """Note that layers ``[0, count)`` were computed or, with a ``mark``, launched on a device.
+        """Note that layers ``[0, count)`` are computed, or only launched on a device if ``mark`` is set.
 
-        In the second case, ``mark`` is called after every ``MARKED_LAYERS`` layers. They count once the device has
-        reached the mark.
+        Launched layers do not count yet. After every ``MARKED_LAYERS`` layers, ``mark`` is called, and these layers
+        count once the device has reached the mark.
         """
         if self.mark is None:
             self.advance(count)

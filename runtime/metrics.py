@@ -77,5 +77,5 @@ def read(table: Metrics[Owner], owner: Owner | None) -> list[Family]:
 
 
 def one_of(value: str, states: Iterable[str]) -> Labelled:
-    """Return a gauge's values by state: 1 for the state ``value`` and 0 for the other ``states``."""
+    """Return a gauge's values by state: 1 for the present state ``value``, and 0 for the other ``states``."""
     return {state: int(state == value) for state in states}

@@ -11,7 +11,10 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix each of ``bits``, one to one."""
+    """Return a random-looking number for each of ``bits``, by the last step of splitmix64.
+
+    Different inputs stay different. The array ``bits`` is not changed.
+    """
     bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
     bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
     return bits ^ (bits >> np.uint64(31))

@@ -15,7 +15,10 @@ from .signals import leave_signals_to_parent
 
 
 def main() -> None:
-    """Import the module that the first argument names, and run its ``main``, with the rest of the arguments."""
+    """Import the module that the first argument names, and run its ``main``, with the rest of the arguments.
+
+    Signals that the parent acts on are ignored already during the import.
+    """
     leave_signals_to_parent()
     with uncollected():
         module = import_module(sys.argv.pop(1))

@@ -50,9 +50,10 @@ def fork_orphan() -> bool:
 
 
 def main() -> None:
-    """Start a process for each module and spec in the arguments, and report its pid.
+    """Start a process for each pair of a module and a spec's path in the arguments, and report its number and pid.
 
-    Each runs its module's ``main``.
+    The first argument is the descriptor to which these are written. Each process runs its module's ``main``. The spec's
+    path is its argument.
     """
     leave_signals_to_parent()
     started, *words = sys.argv[1:]

@@ -124,7 +124,7 @@ class Cluster:
     def _turn(self, timeout: float | None) -> list[tuple[ClusterProcess, str]]:
         """Wait up to ``timeout`` seconds for a signal or a death; return the processes that ended, and how each did.
 
-        None waits without limit. The restart of each is planned.
+        None waits without limit. ``restart_at`` of each is set, but none is restarted here.
         """
         ended = []
         for key, _ in self._selector.select(timeout):

@@ -136,10 +136,10 @@ class ClusterProcess:
         return process
 
     def take_end(self) -> str:
-        """Wait until the process has ended, and plan its restart. Return in words how it ended.
+        """Wait until the process has ended, and set ``restart_at``, the time of its restart.
 
-        The restart comes after a pause, which doubles with each death in the last ``MEMORY`` seconds. ``start`` must be
-        called then.
+        Return in words how it ended. Nothing is restarted here: the caller must call ``start`` at that time. The pause
+        until then doubles with each death in the last ``MEMORY`` seconds.
         """
         assert self._process is not None
         how = describe_exit(self._process.wait())

@@ -88,8 +88,9 @@ class TokenizerInbox:
     def next_tick(self) -> Tick:
         """Receive what has arrived, and return the messages to handle now.
 
-        Wait if nothing has arrived and none is parked. Frames of much work are parked, and later ticks hand them out in
-        slices. A request with all answers aborted while it is parked is returned as ended.
+        Wait if nothing has arrived and nothing is put aside. The messages of a frame with much work are put aside
+        ("parked"), and later calls return them in slices. A request with all answers aborted meanwhile is returned in
+        ``ended`` instead.
         """
         tick = Tick([], [])
         work = 0
@@ -127,7 +128,11 @@ class TokenizerInbox:
         return number
 
     def _abort(self, message: AbortReq, tick: Tick) -> None:
-        """Park the abort of an answer after its request. The abort of the last answer ends the request at once."""
+        """Put the abort of one answer aside, behind its request, which is put aside already.
+
+        The abort of the last answer ends the request at once. It is removed with its aborts, and its result goes to
+        ``tick.ended``.
+        """
         parked = self._parked.get(message.rid)
         if parked is None or message.rid in parked.aborts:
             return  # ended with another of its answers, or a client that repeats itself
@@ -145,9 +150,10 @@ class TokenizerInbox:
             del self._parked[rid]
 
     def _next_slice(self) -> list[ToTokenizer]:
-        """Remove the oldest parked messages and return them: up to ``SLICE`` messages and ``SLICE_WORK`` of work.
+        """Remove the oldest messages that were put aside, and return them.
 
-        The first one is returned however much work it is. The list is empty if none is parked.
+        They are at most ``SLICE`` messages with ``SLICE_WORK`` of work, but the first one is returned however much work
+        it is. The list is empty if none is put aside.
         """
         messages: list[ToTokenizer] = []
         work = 0

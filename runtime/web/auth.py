@@ -120,10 +120,10 @@ class ApiKeyAuth:
         return self._keys.caller(headers, routers_sign=routers_sign)
 
     def _needs_admin(self, access: Access, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Return whether a request needs the admin key at this server.
+        """Return whether a request needs the admin key at this server. ``access``: what its path is for.
 
-        A router without keys of its own leaves the client's key to the instances. It refuses only orders of admins that
-        come without a key, since every instance would refuse them.
+        A router without keys of its own leaves the client's key to the instances. There, only a request for admins
+        without any key needs it here, since every instance would refuse that.
         """
         if self._is_router and not self._keys:
             return access is Access.ADMIN and not any(name in KEY_HEADERS for name, _ in headers)
@@ -140,10 +140,11 @@ class ApiKeyAuth:
         return Caller(ADMIN, is_admin=True) if name == ADMIN else Caller(name, is_admin=False)
 
     def _headers(self, headers: list[tuple[bytes, bytes]], caller: Caller) -> list[tuple[bytes, bytes]]:
-        """Return the request's headers for the application: without a name of a key that the client has set itself.
+        """Return the request's headers for the application: without a key's name that the client has set itself.
 
-        A router adds the name of every caller but the admin. It replaces the client's key by the admin key, or leaves
-        it out if it signs its requests.
+        An instance changes nothing else. A router with keys adds the name of every caller but the admin. It replaces
+        the client's key by the admin key. A router that signs its requests leaves out the key instead, and names the
+        admin, too.
         """
         headers = [header for header in headers if header[0] != KEY_NAME_HEADER]
         if not self._is_router:

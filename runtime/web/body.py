@@ -86,8 +86,9 @@ class Uploads:
     async def read(self, request: Request, limit: int) -> bytes:
         """Read a request's body of JSON, of at most ``limit`` bytes.
 
-        Raises ``BodyEncoded``, ``BodyTooLarge`` or ``UploadDropped`` before all of it is read, and ``TooManyValues``
-        and ``ClientDisconnect``.
+        Raises ``BodyEncoded`` or ``BodyTooLarge`` before all of it is read, and ``TooManyValues`` and
+        ``ClientDisconnect``. Raises ``UploadDropped`` if all bodies that are arriving exceed the limit together, and
+        this one is the largest.
         """
         try:
             async with asyncio.timeout(None) as upload:

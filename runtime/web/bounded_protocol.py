@@ -67,7 +67,7 @@ class _Bounded(H11Protocol):
             self.transport.close()
 
     def end(self) -> None:
-        """Abort the connection. What it has still to send is lost."""
+        """Abort the connection, and stop counting it. What it has still to send is lost."""
         self._forget()
         if not self.transport.is_closing():
             self.transport.abort()

@@ -80,7 +80,8 @@ class Connections:
     def opened(self, connection: ServerConnection) -> None:
         """Note a new connection, which waits for a request.
 
-        If there are too many, a waiting one is ended, perhaps this one.
+        If too many are open, close one that waits, perhaps this one. It is the longest waiting one of the network with
+        the most waiting connections.
         """
         self._open.add(connection)
         self.wait(connection)
@@ -93,7 +94,10 @@ class Connections:
         self.serve(connection)
 
     def wait(self, connection: ServerConnection) -> None:
-        """Note that a connection waits for a request from now on. If too many wait, one of them is ended."""
+        """Note that a connection waits for a request from now on.
+
+        If too many wait, close the longest waiting one of the network with the most waiting connections.
+        """
         self.serve(connection)
         self._waiting.setdefault(connection.network, {})[connection] = 0
         self.waiting += 1
@@ -101,7 +105,10 @@ class Connections:
             self._end_longest(f"{self._max_waiting} wait for a request")
 
     def serve(self, connection: ServerConnection) -> None:
-        """Note that a connection no longer waits for a request. Its bytes of a head are no longer counted."""
+        """Stop counting a connection among those that wait for a request. The bytes of its head are no longer counted.
+
+        Do nothing if it does not wait.
+        """
         network = self._waiting.get(connection.network)
         if network is None or (held := network.pop(connection, None)) is None:
             return
@@ -111,9 +118,10 @@ class Connections:
             del self._waiting[connection.network]
 
     def hold(self, connection: ServerConnection, size: int) -> None:
-        """Count ``size`` more bytes of an incomplete head.
+        """Count ``size`` more bytes of the incomplete request head that a waiting connection has sent.
 
-        If all heads together are too long, the longest one's connection ends.
+        If all heads exceed the limit together, close the connection with the longest one. Do nothing if the connection
+        does not wait.
         """
         network = self._waiting.get(connection.network, {})
         if connection not in network:

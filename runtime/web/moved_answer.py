@@ -60,7 +60,10 @@ _TICKET = msgspec.json.Decoder(Ticket)
 
 
 def read_ticket(data: bytes) -> Ticket:
-    """Decode a ticket and check its fields. Raises ``ValueError`` if ``data`` is not a valid ticket."""
+    """Decode a ticket, which names the instance with the rest of a moved answer, and check its fields.
+
+    Raises ``ValueError`` if ``data`` is not a valid ticket.
+    """
     if len(data) > MAX_TICKET_BYTES:
         raise ValueError(f"a ticket has at most {MAX_TICKET_BYTES} bytes")
     ticket = _TICKET.decode(data)

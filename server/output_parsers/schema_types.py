@@ -59,7 +59,10 @@ class _Types:
 
 
 def _types_of_values(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema without declared types implies."""
+    """Return the JSON types that a schema without declared types implies.
+
+    They are those of ``enum`` and ``const``, "object" if it has ``properties``, and "array" if it has ``items``.
+    """
     found = {_type_of(value) for value in [*_list(schema.get("enum")), *(schema[k] for k in ("const",) if k in schema)]}
     if "properties" in schema:
         found.add("object")

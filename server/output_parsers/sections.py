@@ -13,10 +13,11 @@ ReadCalls = Callable[[str], Generator[None, None, list[ToolCall]]]
 
 
 def reasoning(reader: Reader, request: ParseRequest, *pairs: tuple[str, str], calls: Sequence[str] = ()) -> Parser:
-    """Emit the reasoning between the two texts of one of ``pairs``, if the answer begins with it.
+    """Emit an answer's reasoning, if it begins with the first text of one of ``pairs``, up to that pair's second text.
 
-    Do nothing if the request does not separate reasoning. ``calls``: markers of calls. A call ends the reasoning if no
-    other end follows. Otherwise the call was only a thought.
+    It also begins with reasoning if the prompt ended within reasoning. Do nothing if the request does not separate
+    reasoning. ``calls``: markers of tool calls. A call ends the reasoning if no other end follows. Otherwise the call
+    was only a thought.
     """
     if not request.separates_reasoning:
         return

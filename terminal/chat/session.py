@@ -66,8 +66,9 @@ class ChatSession:
                 self._screen.show_interrupt()
 
     def _take(self, line: str) -> bool:
-        """Obey a command, or ask the model and show its answer; return False if ``line`` is a command to leave.
+        """Handle a line of the user: run the command in it, or ask the model and show its answer.
 
+        Return False if it is a command to leave. ``//`` at its beginning stands for a ``/`` that begins no command.
         Raises ``ChatError``.
         """
         text = line.strip()

@@ -96,7 +96,8 @@ def page_bytes(spec: ModelSpec, page_size: int) -> int:
 def fit(spec: ModelSpec, weights: int, are_packed: bool, memory: Memory) -> Finding:
     """Check that ``weights`` (bytes) and a KV pool fit into the host's ``memory``, by the rule of the model worker.
 
-    With ``are_packed``, the kernels copy weights into their own order. Both copies exist until the last layer is done.
+    ``are_packed``: the kernels copy the weights into their own order, so these count twice until the last layer is
+    done.
     """
     options = WorkerOptions()
     most = options.max_running_requests * (spec.context_length + options.page_size - 1)
@@ -125,7 +126,8 @@ def _pool(
 ) -> tuple[int, int]:
     """Return the size of a unified server's KV pool in tokens, and its bytes. Raises ``NotEnoughMemory``.
 
-    ``weights``: bytes of the weights. ``memory``: the host's after loading them. The bytes include a window's pool.
+    ``request``: what the options ask for. ``weights``: bytes of the weights. ``memory``: the host's after loading them.
+    If layers with a sliding window have a pool of their own, only the bytes include it.
     """
     page, size = page_bytes(spec, options.page_size), options.page_size
     windows = layers_apart(options, without_idle_windows(spec))

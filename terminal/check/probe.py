@@ -19,7 +19,10 @@ class Probe(NamedTuple):
 
 
 def run_probe(probe: Probe) -> list[Finding]:
-    """Run ``probe`` on a thread and return its findings. If it raises or takes too long, return that as a problem."""
+    """Run ``probe`` on a thread and return its findings. If it raises or takes too long, return only that as a problem.
+
+    A thread that takes too long is left running.
+    """
     results: queue.SimpleQueue[list[Finding]] = queue.SimpleQueue()
 
     def work() -> None:

@@ -164,7 +164,10 @@ def judge_handovers(url: str, info: InstanceReport) -> Iterator[Finding]:
 
 
 def judge_likeness(instances: Sequence[RoutedInstance]) -> Iterator[Finding]:
-    """Check that the instances of one router serve the same model, and that pairs can exchange KV."""
+    """Yield findings if a router's instances differ in model or version, or if its pairs can't exchange KV.
+
+    Instances without a report of their own are left out.
+    """
     infos = [instance.info for instance in instances if instance.info is not None and instance.info.role]
     for what, values, advice in (
         ("models", {info.model for info in infos}, "A router's instances serve one model."),

@@ -173,7 +173,8 @@ class EngineClient:
     ) -> Submission:
         """Take over the answer that ``ticket`` names, which goes on here; wait some seconds for its arrival.
 
-        ``plans``: exactly one. Raises ``ApiError``: 400 for several, 404 without such an answer, 503 after ``close``.
+        ``plans``: exactly one. The other arguments are those of ``submit``. Raises ``ApiError``: 400 for several plans,
+        404 without such an answer, 503 after ``close``.
         """
         self._check_open()
         if len(plans) != 1 or plans[0].n != 1:
@@ -198,8 +199,8 @@ class EngineClient:
     ) -> Submission:
         """Send the saved request ``state`` to the engine, which continues it. Return the answer's submission.
 
-        ``owner``: name of the key that saved it. Raises ``ApiError``, as for a name that is in use, and after
-        ``close``.
+        ``owner``: name of the key that saved it. The other arguments are those of ``submit``. Raises ``ApiError``, as
+        for a name that is in use, and after ``close``.
         """
         self._check_open()
         request, arrival = state.running.request, time.monotonic()
@@ -224,11 +225,14 @@ class EngineClient:
         return submission
 
     def release(self, token_ids: bytes, extra_key: str, shared: int = 0) -> None:
-        """Tell the scheduler that stored KV of these tokens (int32), except the first ``shared``, is not needed."""
+        """Tell the scheduler that stored KV of a session's tokens (int32), but the first ``shared``, is not needed."""
         self._tokenizer.send(ReleaseReq(token_ids, extra_key, shared))
 
     def end(self, submission: Submission) -> None:
-        """Forget a submission, and abort its running requests. Its bytes count until the engine has ended these."""
+        """Forget a submission, and abort its running requests.
+
+        Its prompts' bytes count until the engine has ended these.
+        """
         self.logprobs.drop(submission)
         self.live.remove_names(submission)
         why = CLIENT_GONE if submission.is_abandoned else ERROR

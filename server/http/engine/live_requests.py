@@ -47,7 +47,7 @@ class LiveRequests:
         return {live.owner for live in self._by_wire_rid.values() if live is not None}
 
     def count_legs(self) -> int:
-        """Return how many live requests are legs: the prefill runs here, and another instance answers.
+        """Return how many live requests are legs: only the prefill runs here, and another instance answers the client.
 
         Abandoned requests are not counted.
         """
@@ -120,9 +120,9 @@ class LiveRequests:
         self._names.remove(submission.owner, submission.names)
 
     def abandon(self, submission: Submission) -> list[str]:
-        """Forget that ``submission`` waits for its choices. Return the wire ids of those that the engine has not ended.
+        """Note that no client waits for ``submission`` any more. Return the wire ids of its requests that still run.
 
-        These ids stay in use until it has ended them.
+        Nothing is aborted here. These ids stay in use until the engine has ended them.
         """
         left = [choice.wire_rid for choice in submission.choices if choice.wire_rid in self._by_wire_rid]
         self._by_wire_rid.update(dict.fromkeys(left))

@@ -148,7 +148,7 @@ class RequestMetrics:
 
 
 def _shown(names: Iterable[str], counts: Counter[str]) -> Labelled:
-    """Return the counts, with 0 for those of ``names`` that were not counted yet."""
+    """Return the value of ``counts`` by name, with 0 for each of ``names`` that was not counted yet."""
     return {name: counts[name] for name in dict.fromkeys((*names, *counts))}
 
 

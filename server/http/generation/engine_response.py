@@ -78,8 +78,9 @@ def event(content: Any) -> bytes:
 
 
 def summary(submission: Submission) -> dict[str, Any]:
-    """Return the access log's fields of an answer: tokens of all choices, seconds to the first token, and how they
-    ended.
+    """Return an answer's fields for the access log.
+
+    They are the tokens of all its choices, the seconds to the first token, and how the choices ended.
     """
     choices = submission.choices
     begun = [choice.first_token_at for choice in choices if choice.first_token_at]

@@ -9,8 +9,9 @@ from ..errors import bad_request
 
 
 def ticket_of(scope: Scope) -> Ticket | None:
-    """Return the ticket of a request for the rest of an answer, None without one. Raises ``ApiError`` for a malformed
-    one.
+    """Return the ticket in a request's headers, by which it asks for the rest of a moved answer; None without one.
+
+    Raises ``ApiError`` for a malformed one.
     """
     value = header(scope["headers"], TICKET)
     if value is None:

@@ -23,9 +23,9 @@ class EncodedList:
         self._json = bytearray()
 
     def upto(self, entries: Sequence[NamedLogprob]) -> orjson.Fragment:
-        """Return all of ``entries`` as a JSON list.
+        """Return ``entries``, all of an answer's so far, as a JSON list.
 
-        They begin with those of the last call, and only new ones are encoded.
+        Those of the last call must come first, unchanged: they are not encoded again.
         """
         if new := [self._render(entry) for entry in entries[self._count :]]:
             self._json += (b"," if self._count else b"") + orjson.dumps(new)[1:-1]
