@@ -74,7 +74,7 @@ class Arrivals:
         """Queue a further answer to a prompt that another request brings; it needs no hand-over of its own.
 
         It may first wait for that request's KV. If the prompt is handed over to another instance, which then computes
-        the answers, the fork ends here at once.
+        the answers, the fork ends here at once as finished.
         """
         scheduler = self._scheduler
         if req.route is Route.OUTGOING:

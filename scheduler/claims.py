@@ -173,7 +173,7 @@ class Claims:
     def computing(self, now: float) -> Iterator[Req]:
         """Yield the requests to compute here that may be granted memory at ``now``, in the order of grants.
 
-        Stop at an incoming claim that is not optional. If only the transfer limit holds it up, skip all incoming.
+        Stop at an incoming claim that is not optional. If the transfer limit holds that one up, skip all incoming.
         """
         before: set[Req] = set()
         for req in self.eligible(now):
@@ -220,7 +220,7 @@ class Claims:
     def grant_incoming(self, now: float) -> list[Req]:
         """Grant memory to the incoming claims in order, as far as it fits, and return their requests.
 
-        KV there is unverified, and not shared with other requests before it has arrived and was checked.
+        None gets any while ``starved`` is set. Their KV is not shared with other requests before it was checked.
         """
         granted: list[Req] = []
         if self._waiting.num_computing == len(self._waiting):
@@ -235,7 +235,7 @@ class Claims:
                 return granted
 
     def _grant_in_order(self, now: float) -> Iterator[Req]:
-        """Grant the incoming claims in order as far as they fit, and yield their requests."""
+        """Grant the incoming claims in order, as far as computing ones before them leave room. Yield their requests."""
         passed, left = NO_RESERVE, MOST_PASSED
         for req in self.eligible(now):
             if req.route is not Route.INCOMING:
@@ -330,17 +330,17 @@ class Claims:
         return [one.req for one in victims]
 
     def _may_revoke(self, one: Reservation, rank: int, now: float) -> bool:
-        """Return whether a stalled reservation may be asked back: its priority is lower, or its patience is over."""
+        """Return whether a claim of this ``rank`` may have ``one`` asked back, by its priority or its ``patience``."""
         return self._waiting.rank(one.req) > rank or now - one.since >= one.patience
 
     def _patience(self, req: Req) -> float:
-        """Return the next ``Reservation.patience`` of the request, in seconds."""
+        """Return the next ``Reservation.patience`` in seconds. It differs by rid, and doubles with each revocation."""
         times = self._revocations.get(req.rid, 0)
         chance: float = xxhash.xxh3_64_intdigest(f"{times} {req.rid}".encode()) / 2**64
         return STALL_SECONDS * (1 + chance) * (1 << min(times, MOST_DOUBLINGS))
 
     def revoked(self, req: Req) -> None:
-        """Queue the claim again after the sender has given its reservation back and the memory is free."""
+        """Queue the claim again after its reservation was given back. The caller has freed the memory."""
         reservation = self.reservations.pop(req.rid)
         self._revocations[req.rid] = self._revocations.get(req.rid, 0) + 1
         self._waiting.add(req, reservation.lane)

@@ -32,7 +32,7 @@ class CopyPace:
 
     @property
     def part_ms(self) -> float:
-        """Milliseconds that copying one part takes."""
+        """Milliseconds that copying one part takes: what one page has in one group of layers."""
         return self._ms / self._parts
 
     def sent(self, number: int, parts: int) -> None:
@@ -50,7 +50,10 @@ class CopyPace:
                 self._ms = self._ms * MEMORY + seconds * 1000
 
     def new_ms(self, total: int) -> float:
-        """Estimate the milliseconds of the copies added since the last call. ``total``: parts added since the start."""
+        """Estimate the milliseconds of the copies planned since the last call.
+
+        ``total``: parts planned since the start.
+        """
         new, self._counted = total - self._counted, total
         return new * self.part_ms
 
@@ -63,7 +66,8 @@ class CopyPace:
     def take(self, pages: int, parts: int) -> int:
         """Return how many of ``pages`` pages may be loaded within what ``limit_loads`` has left, and deduct their time.
 
-        Each page has ``parts`` parts. At least one page may be loaded unless nothing is left.
+        ``parts``: copies that each page needs, one for each group of layers. At least one page may be loaded unless no
+        time is left; then the result is 0.
         """
         ms = max(parts * self.part_ms, 1e-9)
         count = pages if pages * ms <= self._room_ms else max(1, int(self._room_ms / ms))

@@ -28,7 +28,10 @@ class Deadlines:
         """Number of requests that exceeded their deadline since the start."""
 
     def add(self, req: Req) -> None:
-        """Add a request; does nothing if it has no timeout."""
+        """Add a request; does nothing if it has no timeout.
+
+        An outgoing request's deadline is later by ``SENDERS_GRACE``.
+        """
         if not req.msg.timeout_s:
             return
         self._count += 1

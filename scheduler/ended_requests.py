@@ -39,7 +39,7 @@ class KnownRequest:
 
     @property
     def weight(self) -> int:
-        """Tokens that the request counts for in the limit on remembered ones."""
+        """Size in tokens that counts against ``MAX_ENDED_TOKENS``: a token with logprobs counts several times."""
         wanted = self.msg.logprobs
         return len(self.token_ids) * (1 if wanted is None else LOGPROB_WEIGHT + wanted.top_num)
 

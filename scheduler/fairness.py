@@ -94,9 +94,10 @@ class _Competition:
         self._work = {name: self._work[name] for name in (*kept, *self.here) if name in self._work}
 
     def waits(self, name: str, *, again: bool) -> None:
-        """Count one more waiting entry of the name, and set its counter if it is the first one.
+        """Count one more waiting entry of the name.
 
-        ``again``: the entry has waited before, so its name was not idle.
+        If it is the name's first one, its counter is raised to about where those of other waiting names are. So an idle
+        name saves up no claim. ``again``: the entry has waited before, so its name was not idle and is not raised.
         """
         if name in self._waiting:
             self._waiting[name] += 1

@@ -98,7 +98,11 @@ class PreparedGrammars:
             self._send(PrepareGrammar(self._number, grammar))
 
     def _has_room(self) -> bool:
-        """Return whether the worker can compile one more beside those of living requests."""
+        """Return whether one more grammar may be compiled now.
+
+        It may not if those of living requests fill ``MAX_BYTES`` in the worker. Nor may it if waiting requests have
+        ``READY`` compiled ones to start with.
+        """
         used = self._used()
         if sum(one.nbytes for grammar, one in self._compiled.items() if grammar in used) >= MAX_BYTES:
             return False
@@ -115,7 +119,10 @@ class PreparedGrammars:
         return {req.msg.sampling.grammar for req in self._living.values()}
 
     def _forget(self) -> None:
-        """Have the worker forget grammars that no living request has, while there are too many."""
+        """Have the worker forget compiled grammars that no living request has, least recently used first.
+
+        Stop when at most ``READY`` grammars are left, and ``MAX_BYTES`` are not exceeded.
+        """
         used, nbytes = self._used(), sum(one.nbytes for one in self._compiled.values())
         for grammar in [grammar for grammar in self._compiled if grammar not in used]:
             if len(self._compiled) <= READY and nbytes <= MAX_BYTES:

@@ -75,9 +75,9 @@ class JointStart:
         return False
 
     def _slowdown(self, ready: list[Req], token_ms: float) -> float:
-        """Return the factor by which prompts would be slower beside the decodes of the ``ready`` requests.
+        """Return how many times as long a prompt token would take beside the decodes of the ``ready`` requests.
 
-        ``token_ms``: milliseconds of a prompt token without decodes.
+        ``token_ms``: milliseconds of a prompt token without decodes. Return 1000 if no piece would fit beside them.
         """
         decodes = StepShape(len(ready), sum(req.total_len for req in ready))
         room = self._budget.room(decodes, awaited=False, refused=0)

@@ -80,14 +80,15 @@ class KeptPages:
     def want(self, hashes: list[bytes], until: float, now: float, done: Callable[[Kept], None]) -> None:
         """Have the store keep these pages, which are being saved, until the time ``until``.
 
-        ``done`` is called once with the result, after ``MOST_SECONDS`` at the latest.
+        ``done`` is called once, after ``MOST_SECONDS`` at the latest. Its argument says how many of the first pages are
+        kept, and why not all.
         """
         order = _KeepOrder(hashes, until, now + MOST_SECONDS, done)
         self._orders.append(order)
         self._wait(order)
 
     def release(self, hashes: list[bytes]) -> None:
-        """Let the store evict these pages."""
+        """Let the store evict these pages, which it kept until now. There is no report on that."""
         self._link.tell_store(KeepPages(self._next_id(), b"".join(hashes), 0.0))
 
     def left(self, hashes: Iterable[bytes]) -> None:

@@ -242,7 +242,7 @@ class KVDebug:
                 self._remember(name, Known(self._split(row), BEFORE[Place.RESTORE]))
 
     def glance(self, pages: I32, tell: Callable[[PagesHashed], None]) -> None:
-        """Have the worker hash pages, after everything that was sent, and ``tell`` the result. Compare nothing."""
+        """Have the worker hash pages, after everything sent before, and ``tell`` its answer. Compare nothing."""
         self._ask(_Glance(pages, tell), planned=False)
 
     def _ask(self, question: _Question | _Glance, *, planned: bool) -> None:
@@ -274,7 +274,7 @@ class KVDebug:
 
     @property
     def newest(self) -> int:
-        """Number of the last question."""
+        """Number of the last question to the worker, answered or not."""
         return self._newest
 
     def is_past(self, number: int) -> bool:
@@ -343,7 +343,7 @@ class KVDebug:
         )
 
     def _known(self, question: _Question, index: int) -> Known | None:
-        """Return the hashes to compare page ``index`` of the question with; None if there are none."""
+        """Return the sender's or remembered hashes that page ``index`` is compared with; None if it is not compared."""
         if question.place is Place.TRANSFER:
             theirs = question.theirs[index] if question.theirs else ()
             return Known(theirs, AT_SENDER) if any(any(part) for part in theirs) else None

@@ -41,16 +41,26 @@ class KVRoom:
         return pool.pages_up(req.known_len) + reserve.slots <= pool.obtainable + given.slots
 
     def may_become(self, req: Req, tokens: int) -> bool:
-        """Return whether the window pages reserved for the request suffice for ``tokens`` tokens."""
+        """Return whether the request may have ``tokens`` tokens without more window pages than were reserved for it.
+
+        True if it has no memory yet.
+        """
         return req.hold is None or req.hold.window.promised >= self._pool.windows.needs(tokens)
 
     def could_promise_one_more(self, req: Req, given: int = 0) -> bool:
-        """Return whether window pages suffice for the request and a long one besides, if ``given`` more were free."""
+        """Return whether window pages suffice for ``req`` and, besides, for one request with the longest possible need.
+
+        ``given``: window pages that count as free in addition.
+        """
         windows = self._pool.windows
         return windows.can_promise(req.most_tokens, windows.most + self._pool.end.window_pages_leaving - given)
 
     def growable(self, reqs: list[Req]) -> list[Req]:
-        """Return the requests that can grow without waiting for a hand-over to release their windows."""
+        """Return those of ``reqs`` that can have one more slot as far as window pages go.
+
+        The others have to wait until a hand-over releases the window pages that it keeps. All can grow if none are
+        kept.
+        """
         windows = self._pool.windows
         if not windows.kept:
             return reqs

@@ -38,7 +38,11 @@ class OptionalClaims:
         return rid in self._keys
 
     def add(self, req: Req) -> None:
-        """Note that the claim of a request, which was just queued, is optional. It or a later one may be parked."""
+        """Note that the claim of a request, which was just queued, is optional.
+
+        Only the first ``MOST_OPTIONAL`` stay in the waiting queue's order. If there are more, it or the one that it
+        displaces is parked.
+        """
         self._number += 1
         claim_key = _ClaimKey(self._waiting.rank(req), req.times.fcfs_time, self._number, req)
         self._keys[req.rid] = claim_key

@@ -124,9 +124,9 @@ class Outbox:
         self.answer(answer)
 
     def tokens(self, req: Req, finish: FinishReason | None, meta: ReqMeta | None) -> None:
-        """Queue a request's pending output for the detokenizer, with its end and report if there are some, and empty
-        it.
+        """Queue a request's pending output for the detokenizer, and empty that list.
 
+        ``finish``: how the request has ended, None if it goes on. ``meta``: the report to send along, None for none.
         The first call for a request also sends what detokenizing it needs.
         """
         init = prompt = None

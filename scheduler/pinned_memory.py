@@ -32,7 +32,10 @@ class PinnedMemory:
         return hold
 
     def unpin(self, hold: KVHold) -> None:
-        """Release one pin. The last one frees the memory; verified KV stays cached."""
+        """Release one pin. Without pins the memory is freed; verified KV of its first tokens stays cached.
+
+        A live request has a pin of its own, so a hand-over's pin is never its last.
+        """
         require_live(hold)
         hold.pins -= 1
         if hold.pins:
@@ -55,9 +58,9 @@ class PinnedMemory:
         return PageRun(first, last, min(max(first, goes_on // size - self._pool.windows.reach), last))
 
     def pages_in(self, hold: KVHold, run: PageRun, begin: int, end: int) -> list[I32]:
-        """Return the pool's pages for the pages ``[begin, end)`` of a request that ``run`` names, by group of the
-        layout.
+        """Return the pool's pages for pages ``[begin, end)`` of a request, one array for each group of layers.
 
+        The groups are those of the layout. Only pages that ``run`` names are returned: fewer for windowed layers.
         Raises ``WindowPagesShort`` if one of them has no window page.
         """
         size, row = self._pool.page_size, self._pool.table.table[hold.row]

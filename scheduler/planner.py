@@ -201,7 +201,7 @@ class StepPlanner:
         self.hit_tokens += req.computed
 
     def came(self, req: Req) -> Req:
-        """Count a request before its admission, for fair shares and the transfer limit, and return it."""
+        """Count an admitted request, before it is queued, for fair shares and the transfer limit, and return it."""
         self.waiting.shares.comes(req.tenant)
         self.claims.came(req)
         return req
@@ -220,7 +220,7 @@ class StepPlanner:
         self.arriving.pop(rid, None)
 
     def lacks_memory(self, now: float) -> bool:
-        """Return whether a request is stuck, or has waited for its admission since before this tick at ``now``."""
+        """Return whether a request has waited for admission since before this tick (``now``), or is ``stuck``."""
         return self.stuck is not None or any(0 < r.times.ready < now for r in self.waiting.values())
 
     def decodes_now(self) -> StepShape:

@@ -58,7 +58,11 @@ class PromptPieces:
         return self._budget.fitting(self.room, self._builder.shape, req.computed, req.remaining)
 
     def _add(self, req: Req, fits: int) -> None:
-        """Add the request's next piece, of the tokens that fit; none if the step has no room for one."""
+        """Add the request's next piece to the step; none if the step has no room for one.
+
+        ``fits``: how many tokens the step has room for. A longer rest is cut, or waits if it must not be cut and is not
+        the first.
+        """
         length = req.remaining - self.holds_last
         if length > fits:
             if self._budget.may_cut:

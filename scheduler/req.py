@@ -192,6 +192,7 @@ class Req:
     ) -> Req:
         """Create a request. ``max_new_tokens`` may be less than the client asked for if the pool is small.
 
+        ``send_interval``: output tokens that are collected before they are sent. ``now``: ``time.monotonic()``.
         ``role``: this instance's role, used for a request that is not handed over.
         """
         prompt = unpack_i32(msg.input_ids)

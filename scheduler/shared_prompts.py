@@ -71,7 +71,11 @@ class SharedPrompts:
         return False
 
     def ready(self) -> list[Req]:
-        """Return the parked requests that need not wait any longer, and drop their records. Called once a plan."""
+        """Return the parked requests that need not wait any longer, and drop their records. Called once a plan.
+
+        Such a one finds nearly all of the common prefix cached. Or the request that computes it has ended its prefill,
+        or made no progress for ``MOST_STANDSTILL`` calls.
+        """
         found: list[Req] = []
         for first, leader in list(self._leaders.items()):
             leader.standstill = 0 if first.computed > leader.computed else leader.standstill + 1

@@ -142,7 +142,10 @@ class StepBudget:
         return StepRoom(tokens, limit_ms, limit_ms - self._model.overhead_ms, LEAST_PIECE)
 
     def _tokens_alone(self) -> int:
-        """Return the tokens of a step that no request with a first token waits for."""
+        """Return the maximum prompt tokens of a step that no request with a first token waits for.
+
+        A limit of time lowers it on a CPU, but not below ``LEAST_ALONE``.
+        """
         if self._alone_ms == math.inf or self._alone <= LEAST_ALONE:
             return self._alone
         limit_ms = max(self._alone_ms, MOST_ALONE * self._model.estimate(StepShape(decodes=1)))

@@ -143,15 +143,16 @@ class StoreLink:
         self._commands.append(FetchPages(fetch_id, b"".join(missing), packed))
 
     def _room(self) -> int:
-        """Return how many more host pages may be on their way from the store."""
+        """Return how many more host pages may be reserved for the store: half of all, less those reserved."""
         return self._host.num_pages // 2 - self._host.reserved_pages
 
     def _patience_for(self, rid: str, pages: int, worth: Worth, now: float) -> float:
         """Return for how many seconds a request waits for ``pages`` pages.
 
-        By the policy "auto", it waits while the time that is left is less than computing the pages takes. A fetch that
-        is overdue is expected to take as long again as it has taken. So it is waited for as long as computing takes,
-        and one that would not be sooner is not waited for at all.
+        ``worth`` returns for how many seconds a number of tokens is worth waiting for, usually the time to compute
+        them. By the policy "auto", it waits while the time that is left is less than computing the pages takes. A fetch
+        that is overdue is expected to take as long again as it has taken. So it is waited for as long as computing
+        takes, and one that would not be sooner is not waited for at all.
         """
         tokens = pages * self.page_size
         if rid in self._insistent:

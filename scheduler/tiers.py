@@ -86,8 +86,9 @@ class KVTiers:
     def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes, pages: I32) -> None:
         """Save pages that have entered the prefix tree to host memory, if the policy is ``write_through``.
 
-        The copies are planned for before the next step. If the step that is being planned computes the pages, they must
-        be put off (``PoolCopies.defer``).
+        ``hashes``: names of the pool pages ``pages``. ``parent`` and ``key`` are not used. The copies are planned for
+        before the next step. If the step that is being planned computes the pages, they must be put off
+        (``PoolCopies.defer``).
         """
         if self._policy == "write_through":
             self._save(hashes, pages)
@@ -150,7 +151,10 @@ class KVTiers:
             self.store.backlog.remember(page_hash)
 
     def _window_pages(self, pages: I32) -> list[int | None]:
-        """Return the window page behind each of ``pages``: ``NONE`` if it was freed, None without windowed layers."""
+        """Return, for each of the pool's full pages ``pages``, the window page with its KV of windowed layers.
+
+        It is ``NONE`` if it was freed, and None for a model without windowed layers.
+        """
         found: list[list[int | None]] = [behind.tolist() for behind in self._windows.behind(pages)]
         return found[0] if found else [None] * len(pages)
 

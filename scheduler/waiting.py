@@ -128,12 +128,18 @@ class WaitingQueue:
         self._parked.discard(req)
 
     def park(self, req: Req) -> None:
-        """Keep a waiting request from being tried until ``give_back``. It does not keep its tenant's lane open."""
+        """Keep a waiting request from being tried until ``give_back``; it stays a member of the queue.
+
+        If it is the last of its tenant and rank that is not parked, the tenant counts as one that does not wait.
+        """
         self._unplace(req)
         self._parked.add(req)
 
     def set_aside(self, req: Req) -> None:
-        """Keep a waiting request from being tried until ``give_back``. Its tenant's lane stays open."""
+        """Keep a waiting request from being tried until ``give_back``, as ``park`` does.
+
+        Its tenant still counts as waiting.
+        """
         self._take(req)
 
     def give_back(self, req: Req) -> None:

@@ -129,8 +129,9 @@ class _Outcome(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Milliseconds by which the fit divides the step, so that relative errors count; about its time or its
-        estimate.
+        """Milliseconds by which the fit divides the step, so that relative errors count.
+
+        It is the estimate, but within a factor of ``MAX_STRETCH`` of the time measured.
         """
         return self.ms * min(max(1 / (1 + self.error), 1 / MAX_STRETCH), MAX_STRETCH)
 
@@ -315,7 +316,10 @@ class CostModel:
         self._outcomes = []
 
     def _follow_the_machine(self) -> None:
-        """Scale all regions if the whole machine has become slower or faster."""
+        """Scale all regions by the median error of the last steps in well-known regions, if it exceeds ``CHANGE``.
+
+        Then the whole machine has become slower or faster.
+        """
         errors = sorted(o.error for o in self._outcomes if self._seen[o.region] >= KNOWN)
         middle = errors[len(errors) // 2] if len(errors) >= REFIT_STEPS // 2 else 0.0
         if abs(middle) > CHANGE:

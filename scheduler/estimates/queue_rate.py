@@ -25,5 +25,5 @@ class QueueRate:
             self._last = now
 
     def seconds(self, waiting: int) -> float:
-        """Return the estimated seconds until ``waiting`` requests are admitted."""
+        """Return the estimated seconds until ``waiting`` requests are admitted; 0 before an average is known."""
         return waiting * self._seconds

@@ -99,7 +99,11 @@ class KVEventFeed(Feature):
                 self._replays[who] = first
 
     def _replay_some(self, socket: zmq.Socket[bytes]) -> None:
-        """Send a few batches to the waiting connections, round-robin."""
+        """Send one batch each to the next waiting connections, round-robin, a limited number of batches in all.
+
+        A connection that has got all batches is sent an end mark and waits no more. One that does not take its batch is
+        dropped.
+        """
         for _ in range(min(BATCHES_A_TURN, len(self._kept) + 1)):
             if not self._replays:
                 return

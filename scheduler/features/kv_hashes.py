@@ -31,10 +31,10 @@ class KVHashing(Feature):
 
     @answers(KVHashesReq)
     def ask(self, question: KVHashesReq, now: float) -> KVHashes | RefusedAnswer | None:
-        """Begin to hash the cached pages of a prompt, and return None: the answer is sent when the worker has the
-        hashes.
+        """Begin to hash the cached pages of a prompt, and return None: the answer is sent when the hashes are there.
 
-        The pages count as used. Steps wait only for the hashing itself. Refuse with 501 without ``--kv-debug``.
+        If the question names no namespace (``extra_key``), the one with the most of the prompt cached is taken. The
+        pages count as used. Steps wait only for the hashing itself. Refuse with 501 without ``--kv-debug``.
         """
         if not self._debug.enabled:
             return RefusedAnswer(501, NO_DEBUG)

@@ -157,11 +157,18 @@ class PoolResize(Feature):
         return None
 
     def _room(self, tokens: int) -> int:
-        """Return the maximum length of a request that is alone in a pool of ``tokens`` tokens."""
+        """Return the maximum length of a request that is alone in a pool of ``tokens`` tokens.
+
+        That is less by two tokens, which may be computed once too often.
+        """
         return tokens // self._memory.pool.page_size * self._memory.pool.page_size - 2
 
     def _is_limited(self, req: Req, tokens: int) -> bool:
-        """Return whether the request is to be limited to what a pool of ``tokens`` tokens allows, once there is one."""
+        """Return whether the request came after the order to resize, so its output can be cut to fit ``tokens``.
+
+        Such a request is not waited for. False for one that another instance has or will decode, and for one with a
+        prompt that does not fit.
+        """
         is_later = req.rid not in self._earlier and req.route is not Route.OUTGOING and not req.elsewhere
         return is_later and req.prompt_len < self._room(tokens)
 

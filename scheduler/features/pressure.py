@@ -48,7 +48,10 @@ def pressure(left: float, waiting: int, since_retraction: float) -> Pressure:
 
 
 def share_left(usage: Mapping[str, int]) -> float:
-    """Return the share of the pool that is free or cached, from ``KVPool.usage``."""
+    """Return the share of the pool that is free or cached, from ``KVPool.usage``.
+
+    For a model with windowed layers it is the smaller one of this share and that of window pages.
+    """
     left = (usage["free"] + usage["cached"]) / usage["total"]
     if not usage.get("window_total"):
         return left

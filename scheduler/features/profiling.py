@@ -165,7 +165,7 @@ class Profiling(Feature):
         self._answer_all(self._ended())
 
     def _ended(self) -> ProfileResult | RefusedAnswer:
-        """Return the answer to a question about the last profile."""
+        """Return the result of the last profile: a refusal with 409 if there was none, 503 if files are missing."""
         if self._result is None:
             return RefusedAnswer(409, "no profile has run; POST /start_profile starts one")
         return RefusedAnswer(503, self._error) if self._error else msgspec.structs.replace(self._result)

@@ -144,7 +144,7 @@ class SessionFeature(Feature):
         return None
 
     def _with_hashes(self, state: SessionState, names: list[bytes]) -> SessionState:
-        """Return the state with the hashes of its pages' KV, as far as they are known, if ``--kv-debug`` is on."""
+        """Return the state with those KV hashes of the pages ``names`` that are known, if ``--kv-debug`` is on."""
         return msgspec.structs.replace(state, kv_hashes=self._scheduler.memory.debug.named_hashes(names))
 
     def _expect(self, state: SessionState, tokens: I32) -> None:

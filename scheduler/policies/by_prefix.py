@@ -62,8 +62,10 @@ class ByPrefix(SchedulePolicy):
         yield from self._taken(slots, left, self.chooser(slots, positions))
 
     def _taken(self, slots: Slots, left: Flags, choose: Chooser) -> Iterator[Req]:
-        """Yield the requests in the slots that are ``left`` [N], in the order of ``choose``, and clear the flag of
-        each.
+        """Yield the requests of the ``slots`` that have a flag in ``left`` [N], as ``choose`` picks them, and clear it.
+
+        ``choose`` returns the position of the next one in ``slots``. It is asked again if less is cached than assumed.
+        Requests that were removed from the index meanwhile are left out.
         """
         index = self.index
         while True:
@@ -77,7 +79,11 @@ class ByPrefix(SchedulePolicy):
 
     @abstractmethod
     def chooser(self, slots: Slots, positions: Slots) -> Chooser:
-        """Return the chooser for requests that wait in ``slots`` [N], at ``positions`` [N] of the index's order."""
+        """Return the function that chooses the next request among those in ``slots`` [N].
+
+        It gets flags [N] of those that are left, and returns an index. ``positions`` [N]: where they are in the index's
+        order.
+        """
 
 
 class ByRank(ByPrefix):

@@ -157,7 +157,10 @@ class PrefixIndex:
         return False
 
     def _run(self, key: Key, length: int) -> tuple[int, int]:
-        """Return the range of positions of prompts that begin with the first ``length`` tokens of ``key``."""
+        """Return the range ``[low, high)`` of positions in the order at which prompts begin like ``key``.
+
+        They have its namespace and its first ``length`` tokens. The range is empty if there are none.
+        """
         num_bytes = length * TOKEN_BYTES
         sought = key[0], key[1][:num_bytes]
 
