@@ -22,14 +22,14 @@ class FullPool:
         return batch.out_cache_loc
 
     def pages(self, batch: ForwardBatch, pages: Tensor) -> Tensor:
-        """Return this pool's pages with the same tokens as these ``pages`` of the request table: here, the same."""
+        """Return this pool's pages for ``pages``, page numbers of the request table: the same."""
         return pages
 
     def seen_pages(self, batch: ForwardBatch, pages: Tensor, seen_by_first: Tensor | int) -> Tensor:
         """Return ``pages`` (int64 [..., P], in the order of positions) as page numbers of this pool: here, unchanged.
 
-        In other pools, a page that no query sees may become page 0. ``seen_by_first``: tokens that the first query
-        sees.
+        ``seen_by_first``: tokens that the first query sees, its own included; this pool ignores it. A window pool puts
+        page 0 in place of pages that no query sees.
         """
         return pages
 
@@ -53,7 +53,8 @@ class WindowPool(FullPool):
     def seen_pages(self, batch: ForwardBatch, pages: Tensor, seen_by_first: Tensor | int) -> Tensor:
         """Return ``pages`` (int64 [..., P], in the order of positions) as page numbers of the window pool.
 
-        Pages wholly before the first query's window become page 0. ``seen_by_first``: tokens up to the first query.
+        ``seen_by_first``: tokens up to the first query, its own included. Pages wholly before that query's window
+        become page 0, as no query sees them.
         """
         # Before the window a row may have no page, or one that belongs to another row now.
         end = (torch.arange(pages.shape[-1], device=pages.device) + 1) * self.pool.layout.page_size

@@ -28,9 +28,10 @@ class LayerKind(NamedTuple):
 def layer_kinds(
     attentions: Sequence[AttentionSpec | MLASpec], groups: Mapping[int, int]
 ) -> tuple[list[LayerKind], list[int]]:
-    """Return the kinds of layers that attend alike, and the index of each layer's kind.
+    """Return the distinct kinds of layers, and for each layer the index of its kind in that list.
 
-    Kinds are in the order of their first layers. ``groups``: index of each layer's page group.
+    Layers of a kind attend alike and share a plan. Kinds are in the order of their first layers. ``groups``: index of
+    each layer's page group.
     """
     kinds: dict[LayerKind, int] = {}
     of_layer = []

@@ -119,7 +119,10 @@ class TorchAttention(AttentionBackend):
         return out_THD.flatten(1)
 
     def _dense_len(self, batch: ForwardBatch, entry: int) -> int:
-        """Return how many of the entry's first tokens attend here: all. A subclass attends with the others itself."""
+        """Return how many of the entry's tokens in this pass attend here, counted from its first: all.
+
+        A subclass may return fewer, and attends with the others itself. ``entry``: index in the batch.
+        """
         return batch.q_lens[entry]
 
     def _plan_decode(self, batch: ForwardBatch, entries: list[int], tokens: list[int]) -> DecodePlan:
@@ -129,9 +132,10 @@ class TorchAttention(AttentionBackend):
         return DecodePlan(index, self._row_pages(batch, pages, kv_lens[:, None]), kv_lens, {})
 
     def _decode_pages(self, batch: ForwardBatch, entries: list[int], kv_lens: Tensor, longest: int) -> Tensor:
-        """Return the pages that one token of each of ``entries`` sees, [B, S / page_size] int64, padded with page 0.
+        """Return the pages that the one token of each of ``entries`` sees: [B, S / page_size] int64.
 
-        ``kv_lens`` [B]: tokens that it sees. ``longest``: the largest of these.
+        They are page numbers of the request table, padded with page 0. ``entries``: indices in the batch. ``kv_lens``
+        [B]: tokens that each sees. ``longest``: the largest of these.
         """
         device = batch.input_ids.device
         num_pages = _ceil_div(longest, self._page_size)
@@ -148,9 +152,10 @@ class TorchAttention(AttentionBackend):
         return ExtendPlan(first, q_len, kv_len, pages)
 
     def _row_pages(self, batch: ForwardBatch, pages: Tensor, seen_by_first: Tensor | int) -> RowPages:
-        """Return ``pages`` [..., P], in the order of positions, as page numbers in each group's pool, flattened.
+        """Return ``pages`` of the request table as page numbers in the pool of each page group, flattened.
 
-        ``seen_by_first``: tokens that the first query sees.
+        ``pages``: [..., P], in the order of positions. ``seen_by_first``: tokens that the first query sees. A window
+        pool's list has page 0 for pages before that query's window.
         """
         return [group.seen_pages(batch, pages, seen_by_first).flatten() for group in self._groups]
 
@@ -214,9 +219,10 @@ class TorchAttention(AttentionBackend):
 
 
 def _divide(entries: list[int], starts: list[int]) -> list[list[int]]:
-    """Divide entries of one token into batches that gather up to ``MOST_LANES`` padded positions, or are one entry.
+    """Divide ``entries`` of one token into batches that each run together.
 
-    ``starts``: tokens of each entry before its own.
+    A batch gathers up to ``MOST_LANES`` KV positions, padded to its longest entry, or is a single entry. ``starts``:
+    tokens of each entry of the pass before its own.
     """
     pieces: list[list[int]] = []
     longest = 0

@@ -84,7 +84,8 @@ class PagedAttention:
     def store(self, layer: int, slots: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Write the keys and values of T tokens to ``slots`` (int64 [T]) of the pool, in ``layer``.
 
-        Both have the same element type. Raises ``MemoryError``.
+        Slots are those of this pool; ``window_pages`` are not applied. Both have the same element type. Raises
+        ``MemoryError``.
         """
         k, v = _rows(k_TKD), _rows(v_TKD)
         if self._library.pds_store_kv(self._view, layer, slots.data_ptr(), k, v, len(slots)) != 0:

@@ -126,8 +126,8 @@ def prebuilt_name(path: Path) -> str:
 def find_library(path: Path) -> Path | None:
     """Return the library that came with the package, or else the one in the cache at ``path`` (a ``library_path``).
 
-    None means that it is not built yet, or was damaged since. Raises ``BuildError`` if the library or its folder
-    belongs to another user or may be written by others: its code would run in this process.
+    None: neither exists, or the cached one was damaged after it was built. Raises ``BuildError`` if another user owns
+    or may write the cached one or its folder: its code would run in this process.
     """
     prebuilt = PREBUILT / prebuilt_name(path)
     if prebuilt.is_file():

@@ -138,8 +138,8 @@ def lower(
 ) -> Lowered:
     """Return ``spec`` as the structs that the C++ engine takes: fused operations over activations of ``dtype``.
 
-    ``refusal`` must allow ``spec``. ``head``: the rows of the LM head that this rank has, or None for all.
-    ``activations``: the type that activations are rounded to if weights are quantised.
+    ``spec`` must be one for which ``refusal`` returns None. ``head``: the rows of the LM head that this rank has, or
+    None for all. ``activations``: the type that activations are rounded to if weights are quantised.
     """
     attention = spec.layers[0].attention
     model = ModelOps(
@@ -292,9 +292,10 @@ def _inner_sizes(layer: LayerSpec) -> Iterator[int]:
 
 
 def _unknown(path: str, part: object, kind: type) -> Iterator[str]:
-    """Yield each field of ``part`` with a value that is no default and that ``COMPUTED`` doesn't list for ``kind``.
+    """Yield each field of ``part`` that the C++ engine would ignore, with its value, as "path.field: value".
 
-    If ``part`` is not of the type ``kind``, yield only its type. ``path``: prefix of the names.
+    These are the fields that ``COMPUTED`` does not list for ``kind`` and that differ from their default. If ``part`` is
+    not of the type ``kind``, yield only its type. ``path``: prefix of the names.
     """
     if type(part) is not kind:
         yield f"{path.removesuffix('.')}: {type(part).__name__}"

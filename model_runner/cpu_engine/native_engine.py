@@ -179,8 +179,9 @@ class NativeEngine:
     def set_linear(self, place: LinearPlace, parts: Sequence[WeightPart], panels: int, bias: int | None) -> None:
         """Use the packed weight at the address ``panels``, and its bias at ``bias``, for the layer at ``place``.
 
-        The caller keeps their memory. Of ``parts``, the weights that are stacked in it, rows and formats count. Raises
-        ``ValueError`` if they can't lie side by side in panels, and ``MemoryError``.
+        ``bias``: None if there is none. The engine copies nothing: the caller keeps their memory. ``parts``: the
+        weights that are stacked in it; their rows and formats count here, not their data. Raises ``ValueError`` if they
+        can't lie side by side in panels, and ``MemoryError``.
         """
         described = (self.handle, *place, len(parts), (WeightPart * len(parts))(*parts))
         answer = self._library.pds_engine_set_linear(*described, panels, bias)

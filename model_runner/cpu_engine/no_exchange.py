@@ -19,7 +19,7 @@ class NoRoom:
     """No room for an exchange. See ``ExchangeRoom``."""
 
     def make(self, place: RankPlace, fd: int | None = None, carry: Callable[..., None] | None = None) -> NoExchange:
-        """Return an exchange without memory; the arguments are ignored."""
+        """Return an exchange for a rank that has no others: it shares no memory. The arguments are ignored."""
         return NoExchange()
 
 

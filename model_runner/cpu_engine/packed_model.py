@@ -94,9 +94,10 @@ class PackedModel:
     """A packed model in memory, which lives as long as this object."""
 
     def __init__(self, memory: WeightMemory, key: str) -> None:
-        """Check the whole file in ``memory`` by its digest, and decode its contents. ``key``: key that they must have.
+        """Check the whole file in ``memory`` by its digest, and decode its contents.
 
-        Raises ``DamagedWeights``.
+        ``key``: the key that its contents must name, so that they belong to the model that is asked for. Raises
+        ``DamagedWeights``.
         """
         self._mapped = memory
         self.memory = MemoryOfWeights(len(memory.data), memory.page_cache)
@@ -104,7 +105,7 @@ class PackedModel:
         """What the model consists of."""
 
     def address(self, place: int) -> int:
-        """Return the address in memory of the byte at the file offset ``place``."""
+        """Return the address in this process's memory of the byte at ``place``, an offset in the packed file."""
         return self._mapped.address + place
 
     def _check(self, key: str) -> Contents:

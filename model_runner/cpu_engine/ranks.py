@@ -49,14 +49,14 @@ class ExchangeRoom(NamedTuple):
 
     @property
     def part_floats(self) -> int:
-        """Number of float32 elements in one rank's part of a sum."""
+        """Number of float32 elements that one rank writes to a sum of the longest pass, with rows padded to panels."""
         return self.tokens * (-(-self.hidden // PANEL) * PANEL)
 
     def make(self, place: RankPlace, fd: int | None = None, carry: Carry | None = None) -> NativeRanks:
         """Return the exchange of the rank at ``place`` with the others of its host, after making or mapping its memory.
 
-        ``fd``: descriptor of the memory that the lead has made; None: make it. ``carry``: exchanges with other hosts,
-        on the lead alone.
+        ``fd``: descriptor of the shared memory that the host's lead rank has made; None: this is the lead, and makes
+        it. ``carry``: function that exchanges with other hosts, called on the lead alone; None: there are none.
         """
         return NativeRanks(place, self, fd, carry)
 
@@ -118,7 +118,10 @@ class NativeRanks:
         self.close = weakref.finalize(self, library.pds_ranks_free, self.handle)
 
     def parts(self, exchange: int, count: int) -> Floats:
-        """Return a view of all ranks' parts of the sum with number ``exchange``, [R, count] floats."""
+        """Return a view of what each rank has written to the sum with number ``exchange``, [R, count] floats.
+
+        The ranks' parts are summands, not yet added up. ``count``: floats of each part that the pass uses.
+        """
         first, second = (self._library.pds_ranks_part(self.handle, exchange, rank) for rank in (0, 1))
         stride = (second - first) // FLOAT_BYTES
         return self._floats(first, self.place.size * stride).reshape(self.place.size, stride)[:, :count]

@@ -59,7 +59,7 @@ def map_file(fd: int) -> WeightMemory:
 def take_memory(fd: int) -> WeightMemory:
     """Move the contents of a ``make_memory`` file to read-only huge pages of this process, chunk by chunk.
 
-    The file's memory is freed on the way. Raises ``OSError``.
+    The file's memory is freed chunk by chunk as well, so little is held twice. ``fd`` stays open. Raises ``OSError``.
     """
     size = os.fstat(fd).st_size
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -89,9 +89,9 @@ def lock_memory(address: int, nbytes: int) -> bool:
 
 
 def check_room(file: int | Path, needed: int) -> None:
-    """Raise ``OSError`` if the disk with ``file`` has less than ``needed`` bytes free.
+    """Raise ``OSError`` if the file system that has ``file`` has less than ``needed`` bytes free.
 
-    Files in memory have no limit.
+    A file in memory passes always: its file system reports no size.
     """
     disk = os.statvfs(file)
     free = disk.f_bavail * disk.f_frsize

@@ -133,7 +133,10 @@ class Device(ABC):
         """
 
     def beside_steps(self) -> AbstractContextManager[object]:
-        """Return a context in which this thread's work is queued beside that of steps, as ``transfer`` does."""
+        """Return a context in which this thread's work is queued beside that of steps, on the queue of ``transfer``.
+
+        This default does nothing.
+        """
         return nullcontext()
 
     @abstractmethod
@@ -159,7 +162,10 @@ class Device(ABC):
         """
 
     def forget_graphs(self) -> None:  # noqa: B027 - nothing, where there are none
-        """Forget the graphs' shared memory after all graphs are dropped; the next capture takes new memory."""
+        """Give up the memory that all graphs share, after the caller has dropped every graph.
+
+        The next capture takes new memory.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -20,7 +20,10 @@ class CompileWatch:
         self._count = 0
 
     def begin(self, device_type: str) -> None:
-        """Count the kernels that Triton compiles in this process from now on; do nothing on a CPU or without Triton."""
+        """Count the kernels that Triton compiles in this process from now on; do nothing on a CPU or without Triton.
+
+        ``device_type``: "cpu" or "cuda". Each compilation is also logged as a warning.
+        """
         if device_type != "cuda" or importlib.util.find_spec("triton") is None:
             return
         # Imported here: it takes most of a second, and a CPU does without.

@@ -21,10 +21,10 @@ MOST_THREADS = 8
 
 
 def beside_gpu(placement: Placement, *, named: bool) -> Placement:
-    """Return ``placement`` with at most ``MOST_THREADS`` threads, none of them bound to a core of its own.
+    """Return ``placement`` changed for a process that computes on a GPU: at most ``MOST_THREADS`` threads, none bound.
 
-    ``named``: whether ``--cpus`` names the cores. The threads then stay on these, and else may run on all allowed
-    cores.
+    ``named``: whether ``--cpus`` names the cores. The threads then stay on these, and else may run on all cores that
+    this process may use.
     """
     threads = min(placement.threads, MOST_THREADS)
     where = "on the cores that --cpus names" if named else "bound to no core"

@@ -75,7 +75,8 @@ class Placement(NamedTuple):
     def is_crowded(self) -> bool:
         """Whether the compute threads can't all run at once.
 
-        Those of all ``sharers`` exceed the cores then, or this process's exceed the CPU quota.
+        That is so if the threads of all ``sharers``, the processes on these cores, exceed the cores. It is also so if
+        this process's threads exceed its CPU quota.
         """
         return self.threads * self.sharers > len(self.home) or (self.quota is not None and self.threads > self.quota)
 
@@ -116,8 +117,8 @@ def _bound(threads: int | None, cpus: str, machine: Machine) -> Placement:
 def _home(choice: ComputeCores, threads: int | None, machine: Machine, notes: list[str]) -> frozenset[int]:
     """Return the cores that the compute threads stay on, and add the reason to ``notes``.
 
-    They are the best NUMA node's if ``threads`` (None: any number) fit there. Otherwise they are all cores worth a
-    thread, or all allowed ones if those are too few.
+    ``threads``: value of ``--threads``; None: it is not given. The cores are those of the best NUMA node if ``threads``
+    fit there. Otherwise they are all cores worth a thread, or all allowed ones if those are too few.
     """
     node = choice.nodes[choice.best_node]
     wanted = threads or 1

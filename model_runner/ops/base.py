@@ -31,14 +31,18 @@ class DeviceOps(ABC):
     def add_and_norm(
         self, x_TN: Tensor, y_TN: Tensor, scale: float, after: RMSNorm | None, following: RMSNorm | None
     ) -> Tensor:
-        """Add ``scale`` times ``y`` (normalised by ``after``, if given) to the residual ``x``, in place.
+        """Add ``scale`` times ``y`` to the residual ``x``, in place.
 
-        Returns the input of the next layer: the sum normalised by ``following``, or ``x`` itself if that is None.
+        ``after``: norm that ``y`` passes through before that; None: none. Returns the input of the next layer: the sum
+        normalised by ``following``, or ``x`` itself if that is None.
         """
 
     @abstractmethod
     def rotation(self, rotary: RotaryEmbedding, positions: Tensor) -> PassRotation:
-        """Return the rotations of a pass's ``positions`` [T], which ``rotate`` takes in each layer."""
+        """Return what turns the queries and keys of a pass's ``positions`` [T].
+
+        It is computed once for a pass. Each layer then hands it to ``rotate`` of the same class, as its form differs.
+        """
 
     @abstractmethod
     def rotate(self, q_THD: Tensor, k_TKD: Tensor, rotation: PassRotation) -> tuple[Tensor, Tensor]:
@@ -69,6 +73,7 @@ class DeviceOps(ABC):
     def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
         """Update the device's arrays before a pass; a device only queues this.
 
-        The slots of the pass's tokens go into ``req_to_token`` ([R, C] int32). Tokens that only the device knows go
-        from ``last_tokens`` ([R] int64) into the step's ``input_ids``.
+        The slots of the pass's tokens go into the request table ``req_to_token`` ([R, C] int32). The newest tokens of
+        some rows are known on the device alone. They are copied from ``last_tokens`` ([R] int64, by row) into the
+        step's ``input_ids``.
         """

@@ -57,6 +57,10 @@ class TorchOps(DeviceOps):
         return "without Triton's kernels, experts are looked through on the host"
 
     def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
-        """Write last tokens into the step's ``input_ids``, and its slots into ``req_to_token``, by torch operations."""
+        """Write newest tokens into the step's ``input_ids``, and its slots into ``req_to_token``, by torch operations.
+
+        ``last_tokens``: the newest token of each row of the request table. ``step.last_rows`` and ``step.last_at`` say
+        which of these are copied, and where to.
+        """
         step.input_ids.index_copy_(0, step.last_at, last_tokens.index_select(0, step.last_rows))
         req_to_token[step.token_rows, step.positions] = step.out_cache_loc.to(torch.int32)

@@ -67,9 +67,10 @@ class TritonOps(DeviceOps):
         return "experts with packed weights are looked through on the host" if networks.is_packed else None
 
     def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
-        """Queue one kernel that writes last tokens into the step's ``input_ids`` and its slots into ``req_to_token``.
+        """Queue one kernel that writes newest tokens into the step's ``input_ids`` and its slots into ``req_to_token``.
 
-        One kernel is safe because a step writes each entry of the table once.
+        ``last_tokens``: the newest token of each row of the request table. One kernel is safe because a step writes
+        each entry of the table once.
         """
         places = (step.token_rows, step.positions, step.out_cache_loc)
         table.apply_step(req_to_token, *places, step.input_ids, last_tokens, step.last_at, step.last_rows)

@@ -18,8 +18,8 @@ def choose_tokens(
 ) -> Sampled[HostArray]:
     """Choose the token at ``positions[i]`` of each of ``rows`` by ``sampler``, after the logit edits of its request.
 
-    ``params`` [S]: those of the rows. ``logits_SV`` is changed in place. Afterwards, rows with log-probabilities have
-    their old logits again.
+    ``rows``: rows of the request table. ``params`` [S]: sampling parameters of each. ``logits_SV`` is edited in place.
+    Afterwards, rows with log-probabilities have their old logits again; others may keep edited ones.
     """
     with edited(logits_SV, params, states.edits(rows, params, positions)):
         return sampler.sample(logits_SV, params, positions)

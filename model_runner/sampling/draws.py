@@ -60,7 +60,10 @@ class DrawnRows(NamedTuple):
         )
 
     def take(self, which: npt.NDArray[np.intp], upload: Upload | None = None) -> DrawnRows:
-        """Return the rows at the indices ``which``, or these rows themselves if ``which`` has as many."""
+        """Return the rows at the indices ``which``, or these rows themselves if ``which`` has as many.
+
+        ``upload`` puts ``which`` where the logits are; None: copy it and wait.
+        """
         if len(which) == len(self.logits_NV):
             return self
         index = torch.from_numpy(which).to(self.logits_NV.device) if upload is None else upload(which)
@@ -71,9 +74,9 @@ class DrawnRows(NamedTuple):
         return bool(self.min_p_N1.any())
 
     def least_weights(self, best_N1: Tensor) -> Tensor:
-        """Return the weights [N, 1] below which min-p drops tokens.
+        """Return the weights [N, 1] below which min-p drops tokens: min-p times the weight of the row's best token.
 
-        ``best_N1``: the weight of each row's best token.
+        ``best_N1``: these best weights. The result has zeros for rows without min-p.
         """
         return self.min_p_N1 * best_N1
 
@@ -173,7 +176,7 @@ def find_kept(rows: DrawnRows, weights_NV: Tensor, size: int) -> KeptCounts:
 
 
 def _largest(weights_NV: Tensor, size: int) -> Tensor:
-    """Return the ``size`` largest weights of each row, largest first."""
+    """Return the ``size`` largest weights of each row, largest first; ``size`` is at most V."""
     if weights_NV.device.type != "cpu":
         return weights_NV.topk(size, dim=1).values
     # NumPy sorts float32 with vector instructions, 30 times faster than torch on a CPU.
@@ -184,7 +187,10 @@ def _largest(weights_NV: Tensor, size: int) -> Tensor:
 
 
 def zero_below(weights_NV: Tensor, border_N1: Tensor) -> Tensor:
-    """Set weights below each row's border to zero, in place, and return how many are left in each row ([N] int64)."""
+    """Set weights below each row's border to zero, in place.
+
+    Return how many weights of each row are at or above its border ([N] int64).
+    """
     # Comparing into floats and multiplying is vectorised, which masks of bools are not: a tenth of the time.
     keep_NV = torch.ge(weights_NV, border_N1, out=torch.empty_like(weights_NV))
     weights_NV.mul_(keep_NV)

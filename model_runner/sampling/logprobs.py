@@ -41,9 +41,10 @@ def score(logits_NV: F32, rows: I64, targets: I64, most: int, sampler: HostSampl
 
 
 def listed(arrays: Sequence[HostArray], top_nums: Sequence[int]) -> list[Scores]:
-    """Return each position's log-probability with its ``top_nums[i]`` likeliest tokens, best first, for the answer.
+    """Return each position's log-probability with its likeliest tokens, best first, as the answer lists them.
 
-    ``arrays``: those of ``Scored``, on the host.
+    ``arrays``: the fields of ``Scored``, on the host. ``top_nums``: how many likeliest tokens each position lists, at
+    most as many as were computed. A position with a log-probability of NaN is marked as bad.
     """
     rows = zip(*(array.tolist() for array in arrays), top_nums, strict=True)
     result = []

@@ -45,7 +45,7 @@ class FlashInferAttention(AttentionBackend):
         """Make FlashInfer's wrappers for each kind of layer, and allocate their workspace of ``workspace_mib`` MiB.
 
         ``pools``: one for each page group. ``attentions``: one for each layer. ``most_pages``: maximum pages of all
-        entries of a captured pass; shared pages count for each entry.
+        entries of a captured pass together; a page that entries share counts for each of them.
         """
         # Imported here: it takes a second, and compiles.
         import flashinfer

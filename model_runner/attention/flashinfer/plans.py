@@ -68,7 +68,10 @@ class KindPlans:
         self._planned: Any = None
 
     def plan(self, indices: PassIndices) -> None:
-        """Plan FlashInfer's kernel for the pass of ``indices``, for ``run`` or ``run_latent`` in each layer."""
+        """Plan FlashInfer's kernel for the pass of ``indices``.
+
+        ``run`` or ``run_latent`` then computes with this plan in each layer, until the next call.
+        """
         self._turn = 1 - self._turn
         key = (indices.is_decode, indices.captured)
         wrapper = self._wrappers.get(key)
@@ -225,7 +228,7 @@ def window_left(kind: LayerKind) -> int:
 
 
 def with_sinks(attended_THD: Tensor, weights_TH: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return attention with each head's sink, a learned score of no token (``AttentionSpec.sinks``).
+    """Return attention as it is with each head's sink, a learned score that takes weight and has no value.
 
     ``attended_THD``: attention without it. ``weights_TH``: base-2 logarithm of the sum of the exponentials of the
     scores, float32. Let z be the sum and s the sink. The share that is left is 1 / (1 + e^(s - ln z)).

@@ -101,7 +101,11 @@ class DoubleSparsityAttention(TorchAttention):
         return out
 
     def _dense_len(self, batch: ForwardBatch, entry: int) -> int:
-        """Return how many of the entry's first tokens attend in full: those of the prompt, and those in a short row."""
+        """Return how many of the entry's tokens in this pass attend in full, counted from its first.
+
+        They are those of the prompt, and those at positions below the length up to which rows attend in full. The
+        entry's other tokens attend sparsely. ``entry``: index in the batch.
+        """
         start, q_len = batch.starts[entry], batch.q_lens[entry]
         prompt_len = start if q_len == 1 else start + q_len
         if batch.prompt_lens is not None:
@@ -133,7 +137,11 @@ class DoubleSparsityAttention(TorchAttention):
         return torch.bmm(weights, v).view(count, -1).to(q_NHD.dtype)
 
     def _choose(self, layer: int, choosers: Choosers, q_NKGD: Tensor) -> Tensor:
-        """Return the positions in the row that each query head attends to, the best first: [N, K, G, J] int64."""
+        """Return the positions in its row that each query head attends to, best first: [N, K, G, J] int64.
+
+        They have the highest scores by labels, a few channels of each key. The latest positions are always among them.
+        ``choosers``: the tokens that ask, with the rows of the pool that they read.
+        """
         labels = self._labelled.gather_labels(layer, choosers.label_rows).to(q_NKGD.dtype)
         scores = torch.bmm(self._labelled.label(layer, q_NKGD).flatten(0, 1), labels.transpose(1, 2))
         keys = _keys(scores.float()).view(*q_NKGD.shape[:3], -1).clamp_(choosers.least, choosers.most)
@@ -156,8 +164,8 @@ def _keys(scores: Tensor) -> Tensor:
 def _highest(keys: Tensor, count: int, block: int) -> Tensor:
     """Return the ``count`` highest of ``keys`` [..., S], highest first.
 
-    All keys differ, and S is a multiple of ``block``. Long rows are reduced by blocks first: the highest keys lie in
-    the ``count`` blocks with the highest maxima.
+    All keys differ, and S is a multiple of ``block``. Long rows are first cut to the ``count`` blocks of ``block`` keys
+    with the highest maxima, as the highest keys lie there.
     """
     if block > 1 and keys.shape[-1] > 2 * count * block:
         blocks = keys.view(*keys.shape[:-1], -1, block)

@@ -68,9 +68,10 @@ def token_offsets(
     PAGE_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the offsets in a layer's pool, int64 elements, of a row's tokens at the positions ``at``.
+    """Return where a row's tokens at the positions ``at`` lie in a layer's pool, as int64 offsets in elements.
 
-    ``pages``: pointer to the row's page numbers, in order.
+    ``pages``: pointer to the row's page numbers in that pool, in order. ``mask``: positions to look up; the page of
+    others is taken to be 0.
     """
     page = tl.load(pages + at // PAGE_SIZE, mask=mask, other=0)
     return page.to(tl.int64) * PAGE_STRIDE + at % PAGE_SIZE * TOKEN_STRIDE
@@ -101,8 +102,10 @@ def attend_block(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add a block of N tokens to the softmax state ``peak`` [M], ``total`` [M] and ``acc`` [M, V], and return it.
 
-    ``offsets`` [N]: where the tokens lie in the pool. ``is_there`` [N]: whether each may be read. ``is_seen`` [M, N] or
-    [1, N]: the tokens that each query row sees; None: all. ``scale``: factor of the scores.
+    ``peak``: largest score so far, times log2(e). ``total``: sum of weights. ``acc``: weighted sum of values.
+    ``q_rest``: the queries' elements beyond a value's, with latent rows only. ``offsets`` [N]: where the tokens lie in
+    the pool. ``is_there`` [N]: whether each may be read. ``is_seen`` [M, N] or [1, N]: the tokens that each query row
+    sees; None: all. ``scale``: factor of the scores. ``KIND``: quantised type of the pool, or "".
     """
     dtype: tl.constexpr = q.dtype
     k = widen(load_columns(k_pool, offsets, is_there, 0, VALUE_DIM, BLOCK_V), KIND, dtype)

@@ -42,9 +42,10 @@ def plan_rows(
 ) -> None:
     """Compute how each entry's KV is cut into splits for the layers with window number ``program_id(0)``.
 
-    Writes that row of ``split_sizes`` [W, capacity] and ``split_indptr`` [W, capacity + 1]. The first program also
-    writes ``kv_lens`` and ``kv_indptr``, which all windows share. ``tokens`` [B]: index of each entry's last token in
-    the pass.
+    Writes that row of ``split_sizes`` [W, capacity], the tokens of each entry's splits, and of ``split_indptr`` [W,
+    capacity + 1], where its splits begin. The first program also writes ``kv_lens`` and ``kv_indptr``, which all
+    windows share. ``tokens`` [B]: index of each entry's last token in the pass. ``positions``: of all the pass's
+    tokens. ``windows`` [W]: 0 for layers without a window.
     """
     entries = tl.arange(0, ENTRIES)
     is_entry = entries < num_entries
@@ -83,8 +84,9 @@ def fill_kv_indices(
 ) -> None:
     """Write the page numbers of planned entry ``program_id(0)`` to ``kv_indices``, from the request table.
 
-    ``entries``: index in ``rows`` of each planned entry. Programs along axis 1 share its pages. With ``window_pages``,
-    its pages of windowed layers are written too; those before a window are arbitrary.
+    ``entries``: index of each planned entry in the batch, and so in ``rows``, its row of the table. Programs along axis
+    1 share its pages. ``window_pages``: the window pool's page for each page, or 0. With it, ``window_indices`` gets
+    the entry's pages in that pool; those before a window are arbitrary.
     """
     entry = tl.program_id(0)
     row = tl.load(rows + tl.load(entries + entry)).to(tl.int64)
@@ -130,7 +132,7 @@ class RowArrays(NamedTuple):
         """Make zeroed arrays for up to ``capacity`` entries with ``pages`` pages in all, on the device of ``windows``.
 
         ``windows`` ([W] int32): each window that layers have, 0 for layers without. ``has_window_pages``: whether
-        windowed layers have a pool of their own.
+        windowed layers have a pool of their own; if not, both arrays of page numbers are the same tensor.
         """
 
         def zeros(*shape: int) -> Tensor:

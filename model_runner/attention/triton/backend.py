@@ -201,7 +201,11 @@ class TritonAttention(AttentionBackend):
         self._extends = _Extends(arrays, firsts, lengths, tiles.view(-1, 2))
 
     def _plan_slots(self, batch: ForwardBatch, room: _DecodeRoom | None) -> None:
-        """Find the slots of each pool that the pass writes, and copy them into the buffers of ``room``, if any."""
+        """Find the slots that the pass writes, in each page group's pool, and keep them for ``forward``.
+
+        ``room``: decode arrays at fixed addresses, which a captured graph reads; the slots are copied there. None: the
+        slots are used where they are.
+        """
         self._slots = [group.slots(batch) for group in self._groups]
         if room is not None:
             pairs = zip(room.slots, self._slots, strict=True)

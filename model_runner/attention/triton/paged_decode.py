@@ -71,6 +71,8 @@ def paged_decode_split(
 ) -> None:
     """Compute the attention of one-token entries to each split of their KV, for ``paged_decode_reduce`` to combine.
 
+    ``tokens``: each entry's token in the pass, a row of ``q``. ``kv_indices``: page numbers of all entries, which begin
+    at ``kv_indptr``. ``split_indptr``, ``split_sizes``: each entry's first split, and the tokens of its splits.
     ``GROUP`` query heads share a KV head and are taken ``BLOCK_H`` at a time; ``ENTRIES``: at least B. For each split,
     ``partial_sums`` [S, H, V] get weighted values; ``partial_peaks`` and ``partial_totals`` [S, H] get the softmax's
     state, as in ``attend.py``.

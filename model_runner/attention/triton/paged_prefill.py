@@ -62,7 +62,9 @@ def paged_prefill(
 ) -> None:
     """Compute the attention of tile ``program_id(0)`` of queries, for ``HEADS_AT_ONCE`` heads by ``program_id(1)``.
 
-    ``tiles``: entry and first query of each tile.
+    ``tiles``: entry and first query of each tile. ``first_tokens``: row of ``q`` and ``out`` of each entry's first
+    token. ``q_lens``: the entry's tokens in this pass. ``kv_lens``: all tokens that its last one sees. ``kv_indices``:
+    page numbers of all entries, which begin at ``kv_indptr``.
     """
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS_AT_ONCE - 1) // HEADS_AT_ONCE
     QUERIES: tl.constexpr = BLOCK_M // HEADS_AT_ONCE

@@ -42,7 +42,8 @@ def store_kv_rows(
 ) -> None:
     """Write the keys and values of token ``program_id(0)`` to its slot, quantised if KIND names a quantised type.
 
-    Without ``HAS_VALUES`` the keys are latent rows, without values.
+    ``slots``: slot of each token in the pool. ``k_scales``, ``v_scales``: where the scales of quantised heads go.
+    Without ``HAS_VALUES`` the keys are latent rows, and ``v`` is not read.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)

@@ -149,8 +149,9 @@ def prefill_tiles(shape: TileShape, capability: int) -> PrefillTiles:
 def shared_bytes(shape: TileShape, blocks: tuple[int, int, int, int], loops: int = 1) -> int:
     """Return an upper bound of the shared memory that a program takes with these tiles, in bytes.
 
-    ``blocks``: rows, tokens, warps and pipeline stages. ``loops``: loops over a row's KV in the kernel. A token's page
-    is looked up first and takes half of the stages, which leaves the other half to the copies of keys and values.
+    ``blocks``: rows of queries, tokens of KV, warps and pipeline stages. ``loops``: loops over a row's KV in the
+    kernel. A token's page is looked up first and takes half of the stages, which leaves the other half to the copies of
+    keys and values.
     """
     rows, tokens, _, stages = blocks
     padded = _padded(shape)
@@ -162,10 +163,10 @@ def shared_bytes(shape: TileShape, blocks: tuple[int, int, int, int], loops: int
 
 
 def split_tokens(length: int, least: int, most: int = MOST_SPLITS) -> int:
-    """Return the tokens of each split of a row that sees ``length`` tokens.
+    """Return how many tokens each split has, for a row that sees ``length`` tokens.
 
-    It is ``least``, doubled until at most ``most`` splits are left. It depends on the length alone: a row is cut the
-    same way in any company.
+    It is ``least`` tokens, doubled until the row has at most ``most`` splits. It depends on the row's length alone, not
+    on the batch.
     """
     tokens = least
     while -(-length // tokens) > most:

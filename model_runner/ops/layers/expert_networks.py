@@ -57,7 +57,10 @@ class StackedLinear:
         return self.experts[expert].forward(x)
 
     def linears(self, prefix: str, *names: str) -> Linears:
-        """Return each expert's linear operation, by the names of the projections fused in it: ``prefix.7.name``."""
+        """Return each expert's linear operation, keyed by the checkpoint's names of the projections fused in it.
+
+        The key of expert 7 is a tuple with ``prefix.7.name`` for each of ``names``.
+        """
         return {tuple(f"{prefix}.{i}.{name}" for name in names): expert for i, expert in enumerate(self.experts)}
 
     def weights(self, prefix: str, *names: str) -> dict[str, Tensor]:
@@ -90,7 +93,10 @@ class _ExpertLinear(Linear):
         return self._stack.weight[self._expert]
 
     def use_packed(self, weight: PackedWeight, product: Product) -> None:
-        """Compute with the packed weight from now on, and mark the whole stack as packed."""
+        """Multiply this expert with the packed ``weight`` by ``product`` from now on.
+
+        The stack of all experts then counts as packed, even if other experts have floats.
+        """
         super().use_packed(weight, product)
         self._stack.is_packed = True
 

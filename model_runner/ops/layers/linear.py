@@ -42,7 +42,7 @@ class Linear:
         return torch.empty(sum(self.outs), self.in_features, dtype=self._dtype, device=self._device)
 
     def keep_packed(self) -> None:
-        """Drop the floating-point weight, because a packed one will replace it. It takes no memory then."""
+        """Replace the floating-point weight by one without memory, because ``use_packed`` will bring a packed one."""
         self.weight = torch.empty(sum(self.outs), self.in_features, dtype=self._dtype, device="meta")
 
     def use_packed(self, weight: PackedWeight, product: Product) -> None:
@@ -56,7 +56,10 @@ class Linear:
         return self._product(x, self.packed, self.bias)
 
     def weights(self, *names: str) -> dict[str, Tensor]:
-        """Return the tensors of the checkpoint's separate projections as views by name, in the order of ``names``."""
+        """Return views of the fused weight and bias, by the names of the checkpoint's separate projections.
+
+        ``names``: the projections' names, in the order in which they are stacked. Writing to a view loads that part.
+        """
         views = {f"{name}.weight": part for name, part in zip(names, torch.split(self.weight, self.outs), strict=True)}
         if self.bias is not None:
             views |= {f"{name}.bias": part for name, part in zip(names, torch.split(self.bias, self.outs), strict=True)}

@@ -120,9 +120,10 @@ PackedMatrix = FP8Matrix | Int4Matrix
 
 
 def join(parts: Sequence[PackedMatrix], *, eight: bool) -> PackedWeight:
-    """Stack matrices of one kind by rows to the one weight that a linear layer multiplies with.
+    """Stack packed matrices of one kind by rows to the one weight that a linear layer multiplies with.
 
-    They have equal numbers of columns and equal groups of columns. ``eight``: whether activations become FP8, too.
+    They have equal numbers of columns and equal groups of columns. ``eight``: whether products round activations to FP8
+    as well; it counts for FP8 matrices alone.
     """
     in_fp8 = [part for part in parts if isinstance(part, FP8Matrix)]
     return _join_fp8(in_fp8, eight) if in_fp8 else _join_int4([p for p in parts if isinstance(p, Int4Matrix)])
@@ -158,7 +159,10 @@ def _join_int4(parts: Sequence[Int4Matrix]) -> Int4Weight:
 
 
 def _by_row(matrix: FP8Matrix, count: int) -> Tensor:
-    """Return the scale of each row in each block of COLUMNS columns, [count, O]."""
+    """Return the scale of each row in each of ``count`` blocks of COLUMNS columns: [count, O].
+
+    A scale that rows or blocks share is repeated for each of them.
+    """
     scales = _spread(matrix.scales, 0, matrix.rows, matrix.shape[0]).expand(matrix.shape[0], -1)
     return _spread(scales, 1, matrix.columns // COLUMNS, count).expand(-1, count).T
 

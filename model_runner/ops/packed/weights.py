@@ -96,7 +96,10 @@ class Int4Weight:
         return "four bits"
 
     def dequantise(self) -> Tensor:
-        """Return the weight as float32 [O, I], its columns in the order of the activations' elements."""
+        """Return the weight as float32 [O, I], its columns in the checkpoint's order.
+
+        Stored columns may be in another order, which ``order`` describes.
+        """
         numbers = unpack_halves(self.halves, self.inputs).float()
         zeros = SYMMETRIC_ZERO if self.zeros is None else self.zeros.T.float().repeat_interleave(self.group, 1)
         weights = (numbers - zeros) * self.scales.T.float().repeat_interleave(self.group, 1)

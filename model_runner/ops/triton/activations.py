@@ -34,7 +34,8 @@ def kind_of(activation: Activation, limit: float | None = None) -> int:
 def gate_and_mul(x: Tensor, activation: Activation, out: Tensor | None = None, *, limit: float | None = None) -> Tensor:
     """Return ``activation(gate) * up`` [T, I] for ``x`` = [gate, up] [T, 2 I], in its type.
 
-    ``out``: memory for it, or None. With a ``limit`` the activation is GPT-OSS's clamped one.
+    ``out``: memory for the result; None: allocate it. With a ``limit``, ``activation`` is ignored and GPT-OSS's clamped
+    one is applied.
     """
     tokens, inner = x.shape[0], x.shape[1] // 2
     out = torch.empty((tokens, inner), dtype=x.dtype, device=x.device) if out is None else out

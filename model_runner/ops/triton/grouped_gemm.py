@@ -65,9 +65,9 @@ class ExpertWeights:
 
 
 def make_blocks(pairs: int, experts: int, block_m: int, device: torch.device) -> ExpertBlocks:
-    """Allocate the arrays of ``ExpertBlocks`` for up to ``pairs`` pairs of a token and an expert.
+    """Allocate the arrays of ``ExpertBlocks``, uninitialised, for up to ``pairs`` pairs of a token and an expert.
 
-    ``block_m``: pairs of a block.
+    ``experts``: number of experts. ``block_m``: pairs that a block takes, all of one expert.
     """
     most = pairs // block_m + min(pairs, experts)
     return ExpertBlocks(
@@ -170,10 +170,10 @@ def experts_down(
 
 
 def combine(pairs: Tensor, chosen: Tensor, out: Tensor, common: Tensor | None = None) -> None:
-    """Queue the sum of each token's pairs ([P, N] float32), in the order of their experts, into ``out`` [T, N].
+    """Queue the sum of each token's rows of ``pairs`` into ``out`` [T, N], in the order of their experts' numbers.
 
-    It is rounded once. ``chosen``: the experts' numbers, [T, C]. ``common``: output of the shared experts, [T, N],
-    added last; None: there are none.
+    ``pairs``: weighted outputs of all pairs of a token and an expert, [P, N] float32. ``chosen``: the experts' numbers,
+    [T, C]. ``common``: output of the shared experts, [T, N], added last; None: there are none. The sum is rounded once.
     """
     tokens, hidden = out.shape
     count = chosen.shape[1]
@@ -186,7 +186,8 @@ def combine(pairs: Tensor, chosen: Tensor, out: Tensor, common: Tensor | None = 
 def experts_tile(block_m: int, dtype: torch.dtype, halves: int) -> dict[str, int]:
     """Return the kernels' tile sizes, warps and pipeline stages.
 
-    ``halves``: products that a program computes at a time, 2 for gate and up.
+    ``block_m``: pairs of a block, the tile's rows. ``halves``: products that a program computes at a time, 2 for gate
+    and up.
     """
     is_wide = dtype != torch.float32
     n = (128 if is_wide else 64) // halves

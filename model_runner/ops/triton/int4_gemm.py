@@ -78,9 +78,10 @@ def _weights(
     is_there: tl.tensor,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Return the four-bit ``numbers`` [K, N] as weights of ``dtype``.
+    """Return the four-bit ``numbers`` [K, N] as weights of ``dtype``: less their zero point, times their scale.
 
-    ``at`` [N]: offsets of their scales and zero points.
+    ``at`` [N]: offsets of each column's scale and zero point. ``is_there`` [N]: whether the column exists.
+    ``zeros_ptr``: None if all zero points are ``SYMMETRIC_ZERO``.
     """
     scale = tl.load(scales_ptr + at, mask=is_there, other=0.0).to(tl.float32)
     if zeros_ptr is None:

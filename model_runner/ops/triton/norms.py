@@ -64,9 +64,10 @@ def add_and_norm(
 ) -> Tensor:
     """Add ``scale`` times ``y`` to the residual ``x`` [T, N], in place, and return the sum normalised.
 
-    ``after_weight`` and ``after_spec``: ``y`` is normalised by them first. Without ``weight`` and ``spec`` the result
-    is the sum itself. Weights are [N] float32. The sum is rounded to the type of ``x`` before it is normalised, as it
-    is if the two are separate. Raises ``ValueError`` for too wide rows.
+    ``weight``, ``spec``: norm of the sum; without them the result is the sum itself. ``after_weight``, ``after_spec``:
+    norm of ``y`` before it is added, if given. Weights are [N] float32. ``out``: memory for the result; None: allocate
+    it. The sum is rounded to the type of ``x`` before it is normalised, as by separate kernels. Raises ``ValueError``
+    for too wide rows.
     """
     rows, width = x.shape
     out = torch.empty_like(x) if out is None else out
@@ -97,7 +98,10 @@ def _warps(block: int) -> int:
 def _normed(
     x: tl.tensor, weight: tl.tensor, eps: tl.tensor, offset: tl.tensor, width: tl.tensor, dtype: tl.constexpr
 ) -> tl.tensor:
-    """Return a row normalised in float32 and rounded to ``dtype``. Elements of ``x`` beyond the row must be 0."""
+    """Return one row ``x`` divided by its root mean square, times ``weight + offset``, rounded to ``dtype``.
+
+    ``width``: elements of the row. ``x`` may be padded beyond them, by zeros.
+    """
     mean = tl.sum(x * x, 0) / width
     return (x * (1.0 / tl.sqrt_rn(mean + eps)) * (weight + offset)).to(dtype)
 

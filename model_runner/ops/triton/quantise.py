@@ -82,9 +82,10 @@ def _magnitude(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _divided(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Return ``x`` / ``scale`` as the bits of E4M3 in uint8: a sign, four bits of exponent, three of mantissa.
+    """Return ``x`` / ``scale``, rounded to FP8 E4M3 and cut at its largest number, as bits in uint8.
 
-    The exponent goes from 2^-6 on; smaller numbers are in units of 2^-9.
+    Bits: a sign, four of exponent, three of mantissa. The exponent goes from 2^-6 on; smaller numbers are in units of
+    2^-9. NaN stays NaN.
     """
     x = tl.div_rn(x, tl.zeros_like(x) + scale)
     size = tl.minimum(tl.abs(x), LARGEST)

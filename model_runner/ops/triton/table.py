@@ -32,9 +32,10 @@ class TableWrites(NamedTuple):
 
 
 def plan_writes(deltas: Sequence[SlotDelta], rows: I64, positions: I64, slots: I64, columns: int) -> TableWrites:
-    """Return all writes of a step into the request table: those of ``deltas`` in order, then the pass's own ([T] each).
+    """Return all writes of a step into the request table: those of ``deltas`` in order, then the pass's own.
 
-    Of several writes to one entry, only the last is kept. ``columns``: columns of the request table.
+    ``rows``, ``positions``, ``slots`` ([T] each): the pass's own writes. Of several writes to one entry of the table,
+    only the last is returned. ``columns``: columns of the request table.
     """
     if not deltas:
         return TableWrites(rows, positions, slots)
@@ -61,14 +62,14 @@ def apply_step(
     window_pages: Tensor | None = None,
     pages: Tensor | None = None,
 ) -> None:
-    """Queue one kernel that writes ``slots`` ([W] int64) into ``req_to_token`` ([R, C] int32).
+    """Queue one kernel that writes ``slots`` ([W] int64) into the request table ``req_to_token`` ([R, C] int32).
 
     They go to the entries at ``rows`` and ``positions`` ([W] int64). It also makes other changes of the step:
-    - Each row's last token (``last_tokens``: [R] int64) goes into ``input_ids`` (int64), by ``last_at`` and
-      ``last_rows`` ([U] int64).
-    - ``window_pages`` (int32) gets ``pages`` ([P, 2] int32: a page, and its page there).
+    - ``input_ids[last_at[i]]`` becomes ``last_tokens[last_rows[i]]``, the newest token of that row of the table.
+      ``last_at`` and ``last_rows``: [U] int64.
+    - ``window_pages`` (int32) maps a page to its page in the window pool. It gets the pairs ``pages`` ([P, 2] int32).
 
-    Entries of a row of -1 fill up arrays of a captured graph.
+    Entries with row -1 are skipped: they fill up the arrays of a captured graph.
     """
     pairs = 0 if pages is None or window_pages is None else len(pages)
     size = max(len(rows), len(last_at), pairs)

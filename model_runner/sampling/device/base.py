@@ -63,7 +63,10 @@ class DeviceSampler(ABC):
 
     @abstractmethod
     def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored[Tensor]:
-        """Queue the log-probability of each row's target, and those of its ``most`` likeliest tokens, in float32."""
+        """Queue the log-probability of each row's target, and those of its ``most`` likeliest tokens, in float32.
+
+        ``targets_N``: token of each row, int64. If V is less than ``most``, all V tokens are returned.
+        """
 
 
 def device_rows(max_reqs: int, vocab_size: int, device: torch.device) -> RowStates[Tensor]:

@@ -70,7 +70,11 @@ class TorchSampler(DeviceSampler):
         return score(logits_NV, targets_N, most)
 
     def _draw(self, tokens_S: Tensor, rows: DrawnRows, params: RowParams, drawn: I64) -> Tensor:
-        """Draw tokens at random for the rows at the indices ``drawn``, and return ``tokens_S`` with these replaced."""
+        """Draw tokens at random for some rows, and return ``tokens_S`` with these replaced.
+
+        ``drawn``: indices of these rows among the step's. ``params``: those of all rows of the step. ``rows``: the same
+        parameters on the device.
+        """
         top_k, top_p, drops_tail = params["top_k"][drawn], params["top_p"][drawn], drop_tails(params)[drawn]
         is_few = (top_k > 0) & (top_k <= CANDIDATES)
         is_whole = (top_k == 0) & (top_p == np.inf)

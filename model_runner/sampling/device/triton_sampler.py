@@ -58,7 +58,11 @@ class TritonSampler(DeviceSampler):
         self._compile()
 
     def start(self, inits: Sequence[RowInit]) -> None:
-        """Queue writes of the rows' parameters to the device's table, and of the logit edits of rows that have any."""
+        """Queue writes of the rows' parameters to the device's table, and of the logit edits of rows that have any.
+
+        The place of the row's last request among the edits is freed first. If no place is free, there become twice as
+        many.
+        """
         rows = np.array([init.row for init in inits], dtype=np.int64)
         for row in rows.tolist():
             if (place := self._places.pop(row, None)) is not None:
@@ -112,10 +116,10 @@ class TritonSampler(DeviceSampler):
         return list_edits(place, unpack_i32(history).astype(np.int64), init.prompt_len, stop_ids, bias)
 
     def _words_of(self, inits: Sequence[RowInit], rows: I64) -> RowParams:
-        """Return the rows' parameters for the device, with neutral penalties for rows without a history.
+        """Return the sampling parameters of ``rows`` as the device's table takes them.
 
-        The host does not penalise these either. On the device, the output tokens of these rows are counted too if they
-        have other edits.
+        They are the parameters on the host, but with neutral penalties for requests without a history. The host does
+        not penalise these either; the device would, as it counts the output of each row with other edits.
         """
         params = self._states.params(rows)
         unseen = np.array([init.history is None for init in inits])

@@ -63,7 +63,10 @@ class HostEdit(ABC):
 
     @abstractmethod
     def change(self, logits_NV: F32, params: RowParams) -> Undo:
-        """Change logits in place, and return a function that restores those that are read again. ``params``: [N]."""
+        """Change logits in place, and return a function that restores them.
+
+        Rows that are not read again may stay changed. ``params``: [N] sampling parameters.
+        """
 
 
 class RowsEdit(ABC):
@@ -122,7 +125,7 @@ class LogitEdit(ABC, Generic[E]):
 
     @abstractmethod
     def start(self, init: RowInit) -> bool:
-        """Replace the row's state by the new request's.
+        """Replace the state that this edit keeps for the row ``init.row`` by the new request's.
 
         Return whether this edit may ever change the request's logits.
         """
@@ -151,7 +154,8 @@ def find_edits(edits: Sequence[LogitEdit[E]], rows: I64, params: RowParams, posi
 def edited(logits_NV: F32, params: RowParams, edits: Sequence[HostEdit]) -> Iterator[None]:
     """Change the logits on the host in place while the context lasts, by ``edits`` in order.
 
-    At its end, logits that are read again are restored: log-probabilities are those of the original ones.
+    ``params`` [N]: sampling parameters of the rows of logits. At its end, rows with log-probabilities have their
+    original logits again, as these are computed from them.
     """
     # A logit that is not finite is found by the sampler.
     with np.errstate(invalid="ignore", over="ignore"):

@@ -46,9 +46,10 @@ class DevicePenalties(LogitEdit["SeenRows"]):
         return True
 
     def take(self, row: int, tokens: npt.NDArray[np.int32], prompt_len: int) -> None:
-        """Give ``row`` counts on the device in which ``tokens`` are seen, and those from ``prompt_len`` on are output.
+        """Give ``row`` counts on the device, and count ``tokens``, a request's prompt and output so far.
 
-        Counts that the row has already are freed.
+        Those from ``prompt_len`` on count as output, the others only as seen. Counts of the row's last request are
+        freed first. If no place is free, the device's table of counts grows.
         """
         self.stop(row)
         if not self._free:
@@ -83,7 +84,7 @@ class DevicePenalties(LogitEdit["SeenRows"]):
         self._free = list(range(old, len(grown)))
 
     def put(self, array: npt.NDArray[np.generic]) -> Tensor:
-        """Queue a copy of ``array`` to the device, and return the device's tensor."""
+        """Queue a copy of ``array`` from the host to the device, and return the device's tensor."""
         return self._device.upload(array)
 
 

@@ -22,9 +22,9 @@ class EarlyStop(LogitEdit["BannedTokens"]):
         self._stop_ids: list[I64] = [np.empty(0, dtype=np.int64)] * max_reqs
 
     def start(self, init: RowInit) -> bool:
-        """Keep the request's stop tokens that the vocabulary has.
+        """Keep those of the request's stop tokens that the vocabulary has.
 
-        Return whether ``min_new_tokens`` bans any of them at first.
+        Return whether ``min_new_tokens`` will ban any of them at first: there are stop tokens, and it is above 0.
         """
         # A client may name stop tokens that the vocabulary does not have.
         known = [token for token in init.stop_ids if 0 <= token < self._vocab_size]

@@ -103,9 +103,11 @@ def _finish(
 def _chunk_at(
     masses_ptr: tl.tensor, at: tl.tensor, chunks: tl.tensor, CHUNKS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the chunk that the uniform number ``at`` falls into, and the rest of the cumulated mass within it.
+    """Return the chunk of the vocabulary that a row's token is drawn from, and how much of the target lies within it.
 
-    ``masses_ptr``: mass of each chunk of the row.
+    ``at``: the uniform number in [0, 1). ``masses_ptr``: mass of each of the row's ``chunks`` chunks, the summed
+    fixed-point weights of its tokens. The target is the share ``at`` of their sum. ``CHUNKS``: a power of two, at least
+    ``chunks``.
     """
     index = tl.arange(0, CHUNKS)
     masses = tl.load(masses_ptr + index, mask=index < chunks, other=0)
@@ -116,9 +118,10 @@ def _chunk_at(
 
 @triton.jit
 def _last_kept(orders: tl.tensor, amounts: tl.tensor, wanted: tl.tensor) -> tl.tensor:
-    """Return the largest order down to which the ``amounts`` add up to at least ``wanted``.
+    """Return the largest rank key at which the tokens at or above it reach ``wanted``; 0 if all together do not.
 
-    ``orders``: rank keys of the tokens, larger for better ones. ``amounts``: their counts or masses.
+    ``orders``: rank keys of the tokens, larger for better ones. ``amounts``: what each adds up to ``wanted``, 1 to find
+    the k-th token or its mass to find the end of the nucleus.
     """
     border = tl.zeros((), tl.int64)
     for step in range(ORDER_BITS):
@@ -138,11 +141,12 @@ def _from_list(
     at: tl.tensor,
     LIST: tl.constexpr,
 ) -> tl.tensor:
-    """Apply top-k, top-p and min-p to a row's list of tokens, and draw one of the rest by the uniform number ``at``.
+    """Apply top-k, top-p and min-p to a row's list of tokens, draw one of the rest, and return its id.
 
-    ``list_ptr``: their rank keys. ``words_ptr``: sampling parameters of all rows. ``best``: rank key of the row's best
-    token. ``size``: entries of the list. ``total``: mass of the whole vocabulary, of which top-p keeps a share unless
-    top-k comes first.
+    ``list_ptr``: rank keys (``order_of``) of the row's best tokens, in order of ids. ``size``: how many there are.
+    ``words_ptr``: sampling parameters of all rows. ``best``: rank key of the row's best token. ``total``: mass (sum of
+    fixed-point weights) of the whole vocabulary, of which top-p keeps a share unless top-k comes first. ``at``: the
+    uniform number in [0, 1).
     """
     index = tl.arange(0, LIST)
     orders = tl.load(list_ptr + index, mask=index < size, other=0)
@@ -214,9 +218,11 @@ def _border(
     CHUNK: tl.constexpr,
     BY_COUNT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the largest order down to which counts or masses reach ``wanted``, and the mass of the tokens down to it.
+    """Return the lowest rank key that top-k or top-p keeps in a row, and the mass of the tokens at or above it.
 
-    All tokens of the row down to the order ``least`` are searched. ``BY_COUNT``: add up counts, not masses.
+    It is the largest key at which the tokens at or above it reach ``wanted``, a count with ``BY_COUNT``, else a mass.
+    It is never below ``least``, a rank key: tokens below that are left out. The other arguments are those of
+    ``_down_to``; ``chunks``: chunks of the row.
     """
     border = tl.zeros((), tl.int64)
     for step in range(ORDER_BITS):
@@ -309,10 +315,10 @@ def _from_vocabulary(
     chunks: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """Apply the row's top-k, top-p and min-p to all tokens of the vocabulary, and draw one of what is left.
+    """Apply the row's top-k, top-p and min-p to all tokens of the vocabulary, draw one of the rest, and return its id.
 
-    ``best``: order of the largest logit. ``total``: mass of the whole vocabulary. The uniform number follows from the
-    row's seed and ``position``.
+    ``best``: rank key of the row's best token. ``total``: mass of the whole vocabulary. The uniform number follows from
+    the row's seed and ``position``. The other arguments are those of ``_down_to``.
     """
     top_k, top_p = tl.load(words_ptr + row * WORDS + TOP_K), float_word(words_ptr, row, TOP_P)
     border = tl.zeros((), tl.int64)
@@ -380,7 +386,11 @@ def _kept(
     chunk: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """Return the masses of a chunk's tokens, 0 for those below the order ``border`` or the weight ``least``."""
+    """Return the masses of a chunk's tokens, int64 [CHUNK], with 0 for those that are dropped.
+
+    ``border``: lowest rank key that top-k and top-p keep. ``least``: lowest weight that min-p keeps, of which the best
+    token has 1. The other arguments are those of ``_down_to``.
+    """
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = edited_logits(logits_ptr, words_ptr, counts_ptr, biases_ptr, row, position, ids, vocab)
     weights = weight_at(distance(logits, logit_of(best), temperature_of(words_ptr, row)))

@@ -23,9 +23,10 @@ def row_best(best_ptr: tl.tensor, i: tl.tensor, chunks: tl.tensor, CHUNKS: tl.co
 def of_chunks(
     values_ptr: tl.tensor, i: tl.tensor, level: tl.tensor, end: tl.tensor, chunks: tl.tensor, CHUNKS: tl.constexpr
 ) -> tl.tensor:
-    """Return the sum of row ``i``'s values at one distance level, over the chunks of the vocabulary before ``end``.
+    """Return the sum of a row's counts or masses at one level of distance from the best logit.
 
-    ``values_ptr``: counts or masses by row, level and chunk.
+    ``values_ptr``: counts or masses by row, level and chunk of the vocabulary. ``i``: index of the row in the batch.
+    Only chunks before number ``end`` are added. ``chunks``: chunks of a row; ``CHUNKS``: a power of two, at least that.
     """
     at = tl.arange(0, CHUNKS)
     return tl.sum(tl.load(values_ptr + (i * (LEVELS + 1) + level) * chunks + at, mask=at < end, other=0), 0)
@@ -41,9 +42,11 @@ def enough(
     chunks: tl.tensor,
     CHUNKS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the first distance level with enough tokens for the row's top-k.
+    """Return the nearest level of distance from the best logit with enough tokens for the row's top-k.
 
-    Without top-k, it is the first one with enough mass for top-p.
+    Without top-k, its tokens must have enough mass for top-p. The result is ``LEVELS``, all tokens, if no level
+    suffices. ``row``: the row of the table ``words_ptr``. ``i``: its index in the batch, and so in the levels' counts
+    and masses.
     """
     top_k = tl.load(words_ptr + row * WORDS + TOP_K)
     total = of_chunks(level_masses_ptr, i, LEVELS, chunks, chunks, CHUNKS)

@@ -72,7 +72,7 @@ def is_finite(best: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def is_above_numbers(best: tl.tensor) -> tl.tensor:
-    """Return whether the logit in this rank key is NaN or +inf."""
+    """Return whether the logit in the rank key ``best`` is NaN or +inf, so that the row is not finite."""
     return (best >> ID_BITS) >= _INFINITY_KEY
 
 
@@ -119,9 +119,9 @@ def share_of(total: tl.tensor, share: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def target_in(total: tl.tensor, at: tl.tensor) -> tl.tensor:
-    """Return the mass, from 0 to ``total`` - 1, at the uniform number ``at``. The first token to exceed it is drawn.
+    """Return the share ``at`` (the uniform number) of the mass ``total``, from 0 to ``total`` - 1.
 
-    ``at`` is at most 1 - 2^-53, so the product is at least one place below the total's float64. The total may have been
-    rounded up by less than that.
+    The token at which the cumulated mass first exceeds it is drawn. ``at`` is at most 1 - 2^-53, so the product is at
+    least one place below the total's float64. The total may have been rounded up by less than that.
     """
     return (total.to(tl.float64) * at).to(tl.int64)

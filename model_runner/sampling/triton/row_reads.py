@@ -30,7 +30,11 @@ from .row_table import (
 
 @triton.jit
 def float_word(words_ptr: tl.tensor, row: tl.tensor, word: tl.constexpr) -> tl.tensor:
-    """Return the parameter in column ``word`` of the row table as a float64."""
+    """Return a row's sampling parameter as a float64.
+
+    ``words_ptr``: the table of sampling parameters, a row of int64 words for each request. ``word``: the parameter's
+    column, such as ``TOP_P``.
+    """
     return tl.load(words_ptr + row * WORDS + word).to(tl.float64, bitcast=True)
 
 
@@ -76,7 +80,8 @@ def edited_logits(
 ) -> tl.tensor:
     """Return the float32 logits of the tokens ``ids`` after the row's logit edits; -inf for ids beyond the vocabulary.
 
-    ``logits_ptr`` points to the row's first logit. ``position``: that of the token to be chosen.
+    ``logits_ptr``: the row's first logit. ``words_ptr``: sampling parameters of all rows. ``counts_ptr``,
+    ``biases_ptr``: penalty counts and biases, at the row's place. ``position``: that of the token to be chosen.
     """
     is_there = ids < vocab
     logits = tl.load(logits_ptr + ids, mask=is_there, other=-float("inf")).to(tl.float32)

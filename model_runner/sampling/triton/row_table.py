@@ -68,10 +68,10 @@ class RowTable:
 def make_table(
     rows: int, vocab_size: int, places: int, device: torch.device, last_tokens: Tensor | None = None
 ) -> RowTable:
-    """Make the device's row table for ``rows`` rows without requests, with room for ``places`` rows with edits.
+    """Make the device's table of sampling parameters for ``rows`` rows without requests.
 
-    ``last_tokens``: [R] int64 to use; None: make it. Raises ``ValueError`` for a vocabulary with weights that can't be
-    added up.
+    ``places``: how many of the rows can have logit edits at once. ``last_tokens``: [R] int64 to use; None: make it.
+    Raises ``ValueError`` if the vocabulary is so large that a sum of its weights could overflow.
     """
     if vocab_size > MAX_VOCAB:
         raise ValueError(f"a vocabulary of {vocab_size} tokens is larger than {MAX_VOCAB}, which these kernels sum")
@@ -130,14 +130,14 @@ def list_edits(place: int, history: I64, prompt_len: int, stop_ids: I64, bias: T
 
 
 def join_edits(lists: Sequence[EditLists]) -> EditLists:
-    """Join the edit lists of several rows into one. Each row has another place."""
+    """Join the edit lists of several rows into one. Each row must have a place of its own."""
     return EditLists(*(np.concatenate(columns) for columns in zip(*lists, strict=True)))
 
 
 def start_rows(table: RowTable, rows: Tensor, words: Tensor) -> None:
-    """Queue a write of ``words`` ([N, WORDS] int64) to ``rows`` ([N] int64) of the table.
+    """Queue a write of new requests' sampling parameters to ``rows`` ([N] int64) of the table.
 
-    Their last tokens become -1.
+    ``words``: the parameters, [N, WORDS] int64. The rows' last tokens become -1.
     """
     if len(rows):
         block = triton.next_power_of_2(WORDS.value)
@@ -147,9 +147,10 @@ def start_rows(table: RowTable, rows: Tensor, words: Tensor) -> None:
 def write_edits(
     table: RowTable, cleared: Tensor, places: Tensor, tokens: Tensor, counts: Tensor, biases: Tensor
 ) -> None:
-    """Queue two launches: clear the edits at the indices ``cleared`` ([N] int64), then write an ``EditLists``.
+    """Queue two launches: clear the places ``cleared`` ([N] int64) of logit edits, then write an ``EditLists``.
 
-    All arguments lie on the device.
+    ``places``, ``tokens``, ``counts``, ``biases``: its columns. Entry ``i`` is for token ``tokens[i]`` at the place
+    ``places[i]``. All arguments lie on the device.
     """
     vocab = table.counts.shape[1]
     block = 1024
