@@ -49,7 +49,7 @@ def style() -> Iterator[None]:
 
 
 def color(index: int) -> str:
-    """Return the colour of line ``index``; colours repeat after the last one."""
+    """Return the colour of the line number ``index``, from 0; colours repeat after the last one."""
     return COLORS[index % len(COLORS)]
 
 

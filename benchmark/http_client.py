@@ -40,7 +40,7 @@ class _WholeBody:
         self.data = bytearray()
 
     def feed(self, data: bytes, at: float) -> None:
-        """Append ``data``, whenever it came."""
+        """Append ``data``; ``at``, its time, is ignored."""
         self.data += data
 
 
@@ -92,7 +92,7 @@ class _Exchange:
             self.error += data
 
     def take_end(self, error: ClientError | None) -> None:
-        """Complete the future with the status, or with the connection's error."""
+        """Complete the future with the status, or with ``error`` if the connection failed before the answer's end."""
         if self._done.done():
             return
         if error is None:

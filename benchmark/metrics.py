@@ -53,7 +53,10 @@ class Slo(msgspec.Struct, frozen=True):
         return any(limit is not None for limit in (self.ttft, self.tpot, self.itl, self.e2e))
 
     def is_met(self, record: RequestRecord) -> bool:
-        """Return whether this request succeeded and met every limit, so that it counts for goodput."""
+        """Return whether this request succeeded and met every limit, so that it counts for goodput.
+
+        A latency between tokens that an answer of one token lacks counts as 0.
+        """
         if record.error is not None:
             return False
         measured = (record.ttft, record.tpot or 0.0, max(record.itls, default=0.0), record.e2e)
@@ -145,7 +148,10 @@ def report_run(result: RunResult, slo: Slo) -> RunReport:
 
 
 def report_group(name: str, records: Sequence[RequestRecord], window: _Window, slo: Slo) -> GroupReport:
-    """Compute the figures of ``records`` under the name ``name``. ``window``: the time that rates are taken over."""
+    """Compute the figures of ``records`` under the name ``name``.
+
+    ``window``: the time that rates are taken over. If it is cut, what arrives after it does not count for rates.
+    """
     done = [record for record in records if record.error is None]
     finished = [r for r in done if not window.is_cut or r.ended <= window.seconds]
     good = sum(slo.is_met(record) for record in finished)

@@ -123,16 +123,19 @@ def _plot_sweep(path: Path, reports: list[RunReport]) -> Path:
 
 
 def _offered(report: RunReport, by_rate: bool) -> float:
-    """Return the load's value on the x axis: its rate or its concurrency.
+    """Return the load's value on the x axis: its rate if ``by_rate``, else its limit of concurrency.
 
-    A load without a limit of concurrency has its measured mean.
+    A load without that value has its measured mean concurrency.
     """
     offered = report.rate if by_rate else report.concurrency
     return report.total.mean_concurrency if offered is None else offered
 
 
 def _other(report: RunReport, by_rate: bool) -> str:
-    """Return the quantity that is not on the x axis, with its value, such as "concurrency 8"."""
+    """Return the quantity that is not on the x axis, with its value, such as "concurrency 8".
+
+    ``by_rate``: whether the rate is on the x axis.
+    """
     if by_rate:
         return f"concurrency {report.concurrency}" if report.concurrency else "no limit"
     return "all at once" if report.rate is None else f"{report.rate:g} req/s"

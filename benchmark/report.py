@@ -112,7 +112,10 @@ def write_json(path: Path, options: BenchOptions, runs: Sequence[tuple[RunResult
 
 
 def _request(record: RequestRecord, details: bool) -> dict[str, Any]:
-    """Make the entry of a request, with times in seconds from the run's start and latencies in ms."""
+    """Make the entry of a request, with times in seconds from the run's start and latencies in ms.
+
+    The latencies of a failed request are None. ``details``: also list the time and the tokens of each chunk.
+    """
     is_good = record.error is None
     content: dict[str, Any] = {
         "group": record.group,

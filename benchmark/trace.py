@@ -87,7 +87,10 @@ class TraceReplay:
         return self._block_len / BLOCK_TOKENS
 
     def replay(self, entries: list[TraceEntry]) -> list[TracedRequest]:
-        """Make a request for each entry, in the order of ``entries``. The first one arrives at 0 seconds."""
+        """Make a request for each entry, in the order of ``entries``, with scaled lengths and times.
+
+        The first one arrives at 0 seconds.
+        """
         first = entries[0].timestamp
         return [
             TracedRequest((entry.timestamp - first) * MS * self._time_scale, self._request(entry)) for entry in entries

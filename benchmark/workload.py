@@ -79,7 +79,10 @@ class WorkloadSource:
 
     @property
     def loads(self) -> list[Load]:
-        """Return the loads to measure: every request rate with every limit of concurrency."""
+        """Return the loads to measure: every request rate with every limit of concurrency.
+
+        Without --request-rate the rate is infinite. Without --max-concurrency the limit is None, which is no limit.
+        """
         rates = self._options.request_rate or [math.inf]
         limits: list[int] | list[None] = self._options.max_concurrency or [None]
         return [Load(rate, limit) for rate, limit in itertools.product(rates, limits)]

@@ -43,7 +43,10 @@ def with_context(spec: ModelSpec, length: int) -> ModelSpec:
 
 
 def without_idle_windows(spec: ModelSpec) -> ModelSpec:
-    """Return ``spec`` without windows that are never shorter than a sequence, so that more engines can compute it."""
+    """Return ``spec`` without the windows of layers that are at least as long as its context.
+
+    They never hide a token, and more engines can compute a model without windows.
+    """
     return replace(spec, layers=tuple(_without_window(layer, spec.context_length) for layer in spec.layers))
 
 

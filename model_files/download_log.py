@@ -25,7 +25,8 @@ class DownloadLog(tqdm):  # type: ignore[misc]  # tqdm is not typed
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         """Log the progress in percent, in place of drawing it: once in ``EVERY_SECONDS`` at most.
 
-        Nothing is logged at the end of a download, or while the pieces of a file are put together. Always returns True.
+        Nothing is logged at the end of a download, or while the pieces of a file are put together. ``msg`` and ``pos``
+        are ignored. Always returns True.
         """
         now = time.monotonic()
         is_over = self.total and self.n >= self.total

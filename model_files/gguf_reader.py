@@ -92,9 +92,10 @@ def _tensors(header: GGUFHeader, data: mmap.mmap) -> dict[str, GGUFTensor]:
 
 
 def _check_end(data: mmap.mmap, end: int, padded: int) -> None:
-    """Raise ``BrokenGGUF`` unless the file ends at ``end``, or has padding up to ``padded`` at least.
+    """Raise ``BrokenGGUF`` unless the file ends right after the last tensor or after zeros that pad it.
 
-    With a part of the padding, or more numbers, the tensors lie elsewhere than the header says.
+    ``end``: byte at which the last tensor ends. ``padded``: byte that padding must reach, if there is any. A file that
+    ends elsewhere has its tensors elsewhere than the header says.
     """
     rest = data[end : end + MAX_PADDING]
     if len(rest) == MAX_PADDING or rest.strip(b"\0") or end < len(data) < padded:

@@ -76,7 +76,10 @@ def is_hub_name(path: str) -> bool:
 
 
 def _local_source(path: str) -> ModelSource | None:
-    """Find the model that ``path`` names on this machine; None if it may be a hub name."""
+    """Find the model that ``path`` names on this machine; None if it may be a hub name.
+
+    Raises ``ModelNotFound`` for a path that leads nowhere and has not the form of a hub name.
+    """
     if path == EMBEDDED_MODEL:
         return ModelSource("gguf", _embedded_gguf())
     local = Path(path).expanduser()
@@ -121,7 +124,11 @@ def _resolve_folder(folder: Path) -> ModelSource:
 
 
 def _from_hub(name: str, revision: str | None, patterns: Sequence[str], download: bool) -> Path:
-    """Return the folder of hub model ``name`` in the hub's cache, after downloading if that is possible and allowed."""
+    """Return the folder of hub model ``name`` in the hub's cache, after downloading if that is possible and allowed.
+
+    ``patterns``: which of its files are needed. ``download``: whether missing ones may be downloaded. Raises
+    ``NotDownloaded`` or ``ModelNotFound``.
+    """
     # Imported here: it costs a quarter of a second, and only hub names need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -82,8 +82,8 @@ def hit_rate(
 ) -> HitRate:
     """Run ``jobs`` once through the scheduler in virtual time, and return the hit rate with other counts.
 
-    The pool holds ``share`` of the ``different`` tokens. Requests that do not fit it by themselves are left out.
-    Raises ``BenchError`` if none fits.
+    ``different``: tokens of the trace's different pages. ``share``: the KV pool's size, as a share of these. Requests
+    that do not fit the pool by themselves are left out. Raises ``BenchError`` if none fits.
     """
     page = options.page_size
     pool = max(page, round(different * share) // page * page)

@@ -90,7 +90,7 @@ class Ours:
         return took
 
     def decode(self) -> list[float]:
-        """Return the µs of allocating one slot for each request, step by step.
+        """Return the µs of each decode step, which allocates one slot for each of ``decoding`` requests.
 
         About every ``page``-th slot begins a page.
         """

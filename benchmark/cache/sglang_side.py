@@ -40,7 +40,7 @@ class _Anything(metaclass=_Nothing):
         pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the decorated function unchanged, if used as a decorator."""
+        """Return the decorated function unchanged, if used as a decorator; without arguments this object."""
         return args[0] if args else self
 
     def __class_getitem__(cls, item: Any) -> Any:
@@ -162,7 +162,7 @@ class Theirs:
         return microseconds(lambda i: self._insert(keys[i], slots[i]), len(keys))
 
     def decode(self) -> list[float]:
-        """Return the µs of allocating one slot for each request, step by step."""
+        """Return the µs of each decode step, which allocates one slot for each of ``decoding`` requests."""
         lens = torch.from_numpy(np.random.default_rng(1).integers(100, 4000, self.decoding))
         last = self._slots(self.decoding * self.page)[:: self.page] + (lens - 1) % self.page
 

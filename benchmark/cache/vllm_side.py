@@ -104,7 +104,7 @@ class Theirs:
         return took
 
     def decode(self) -> list[float]:
-        """Return the µs of allocating room for one more token of each request, step by step."""
+        """Return the µs of each decode step, which allocates room for a token of each of ``decoding`` requests."""
         lens = np.random.default_rng(1).integers(100, 1000, self.decoding)
         requests = [self.run(np.arange(n, dtype=np.int64) + 40_000 * (i + 1)) for i, n in enumerate(lens)]
         took = []

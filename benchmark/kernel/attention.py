@@ -28,7 +28,11 @@ TOLERANCE_OF_BYTES = 1e-1
 
 
 def attention(ask: Ask, place: Place) -> Case:
-    """Return the case of attention of a decode step (``rows`` in the shape) or of one prompt's tokens (``tokens``)."""
+    """Prepare attention of a decode step or of one prompt on random data, and a reference result.
+
+    It is a decode step if the shape in ``ask`` has ``rows``; else the shape has the prompt's ``tokens``. ``place``:
+    where the kernel runs.
+    """
     sizes, is_decode = ask.sizes, "rows" in ask.sizes
     rows = sizes["rows"] if is_decode else 1
     count = 1 if is_decode else sizes["tokens"]
@@ -65,7 +69,10 @@ def attention(ask: Ask, place: Place) -> Case:
 
 
 def _tiles(ask: Ask, place: Place, shape: TileShape) -> tuple[tuple[DecodeTiles, PrefillTiles], dict[str, int]]:
-    """Return the tiles of both kernels, and the sizes of the measured one. ``ask.tile`` replaces sizes of that one."""
+    """Return the tiles of the decode and the prefill kernel, and the sizes of the one that is measured.
+
+    ``ask.tile`` replaces sizes of that one. ``shape``: what the default tiles depend on.
+    """
     capability = 90 if place.mode is Mode.INTERPRETED else place.capability
     try:
         both = decode_tiles(shape, capability), prefill_tiles(shape, capability)

@@ -33,7 +33,10 @@ ROUNDING_OF_FP8 = 3e-2
 
 
 def int4(ask: Ask, place: Place) -> Case:
-    """Return the case of a product with weights of four bits (AWQ, GPTQ, INT4)."""
+    """Prepare a product of random data with weights of four bits (AWQ, GPTQ, INT4), and a reference result.
+
+    ``ask``: shape, variant and tile sizes. ``place``: where the kernel runs.
+    """
     tokens, inputs, outputs, group = (ask.sizes[name] for name in ("tokens", "inputs", "outputs", "group"))
     is_wide = ask.dtype == torch.float32
     tile = replaced(int4_tile(tokens, group, is_wide=is_wide), ask.tile)
@@ -52,7 +55,10 @@ def int4(ask: Ask, place: Place) -> Case:
 
 
 def fp8(ask: Ask, place: Place) -> Case:
-    """Return the case of a product with weights in FP8, W8A16 or W8A8."""
+    """Prepare a product of random data with weights in FP8, W8A16 or W8A8, and a reference result.
+
+    ``ask``: shape, variant and tile sizes. ``place``: where the kernel runs.
+    """
     tokens, inputs, outputs = (ask.sizes[name] for name in ("tokens", "inputs", "outputs"))
     is_blocked, eight = ask.variant.startswith("blocks"), ask.variant.endswith("w8a8")
     if eight and place.mode is not Mode.INTERPRETED and place.capability < 89:
@@ -72,7 +78,11 @@ def fp8(ask: Ask, place: Place) -> Case:
 
 
 def experts(ask: Ask, place: Place, *, is_up: bool) -> Case:
-    """Return the case of one of the two products of a layer's experts: gate and up, or down without ``is_up``."""
+    """Prepare one of the two products of a layer's experts on random data, and a reference result.
+
+    ``ask``: shape and tile sizes. ``place``: where the kernel runs. ``is_up``: the product of gate and up; False: of
+    down.
+    """
     names = ("tokens", "experts", "chosen", "inner", "hidden")
     tokens, count, chosen_count, inner, hidden = (ask.sizes[name] for name in names)
     block_m = ask.tile.get("M", BLOCK_M)
@@ -119,7 +129,10 @@ def experts(ask: Ask, place: Place, *, is_up: bool) -> Case:
 
 
 def norm(ask: Ask, place: Place) -> Case:
-    """Return the case of a root-mean-square norm of each token."""
+    """Prepare a root-mean-square norm of random tokens, and a reference result.
+
+    ``ask``: shape. ``place``: where the kernel runs.
+    """
     x = place.randn(ask.sizes["tokens"], ask.sizes["width"], dtype=ask.dtype)
     weight, spec = place.randn(ask.sizes["width"]), NormSpec(eps=1e-5)
 
@@ -141,7 +154,11 @@ def _product(
     exact: Callable[[], Tensor],
     tile: dict[str, int],
 ) -> Case:
-    """Return the case of ``run``, a product of ``x`` with the weights that ``exact`` returns in float32."""
+    """Describe the measurement of ``run``, which multiplies ``x`` by weights.
+
+    ``weight_bytes``: bytes of the packed weights. ``outputs``: elements of a token's result. ``exact``: returns the
+    weights in float32, for the reference.
+    """
     tokens, inputs = x.shape
     nbytes = weight_bytes + x.nbytes + tokens * outputs * ask.dtype.itemsize
     return Case(

@@ -50,7 +50,11 @@ class Descriptors(NamedTuple):
 
 
 def make_side(begin: Begin, files: Descriptors) -> Side:
-    """Make the side that ``begin`` describes. Raises ``BackendUnavailable``, and errors of the library."""
+    """Make the side, writer or owner of the destination, that ``begin`` describes.
+
+    ``files``: memory files of the source and the destination pool, which are mapped. Raises ``BackendUnavailable``, and
+    errors of the library.
+    """
     nbytes = begin.page_bytes * begin.num_pages
     source, destination = (KVRegion(mmap.mmap(fd, nbytes), nbytes, fd) for fd in files)
     pools = Pools(source, destination, begin.page_bytes, begin.num_pages)

@@ -72,7 +72,7 @@ class Contestant:
         return self._ending.enter_context(SideProcess(f"the {role.value} of {self.way.label}", self._pools))
 
     def _begin(self, side: SideProcess, role: Role) -> bytes:
-        """Prepare ``side`` for ``role`` and return what the other side needs to reach it.
+        """Prepare process ``side`` for ``role`` and return what the other side needs to reach it, b"" for nothing.
 
         Raises ``LeftOut`` if a library is missing.
         """
@@ -97,8 +97,8 @@ class Contestant:
     def measure(self, seconds: float) -> Round:
         """Move the prepared pages for one round, and return the median seconds of a request.
 
-        Moving with checksums, without them, and verifying are each measured for ``seconds``, as far as the way has
-        them.
+        Moving with checksums, without them, and verifying are each measured for ``seconds``. What this way of moving
+        lacks is None.
         """
         assert self._pages is not None
         there = pack_i32(self._pages.dst)

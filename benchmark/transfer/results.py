@@ -62,7 +62,10 @@ class CaseResult:
         )
 
     def _ratio(self, way: Way, other: Way) -> float | None:
-        """Return the speed of ``way`` as a multiple of that of ``other``; None if ``other`` was not measured."""
+        """Return the speed of ``way`` as a multiple of that of ``other``: the median over the rounds.
+
+        None if ``other`` was not measured in all of them.
+        """
         if other not in self.rounds:
             return None
         pairs = zip(self.rounds[way], self.rounds[other], strict=True)

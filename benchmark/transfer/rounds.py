@@ -20,7 +20,7 @@ LIBRARIES = ("nixl", "mooncake")
 
 
 def ways_of(backends: list[HostBackendName]) -> list[Way]:
-    """Return the ways to measure: a plain copy, each of ``backends``, and the libraries of some by themselves."""
+    """Return the ways to measure: a plain copy, each backend, and the library alone of those in ``LIBRARIES``."""
     ways = [MEMCPY]
     for name in backends:
         ways.append(Way(How.ENGINE, name))

@@ -166,15 +166,16 @@ def _shared(one: MLPSpec, count: int) -> MLPSpec | None:
 def _layers(
     attention: MLASpec, mlp: MLPSpec, experts: ExpertsSpec, norm: NormSpec, dense: int, count: int
 ) -> list[LayerSpec]:
-    """Make ``count`` layers, the first ``dense`` of them without experts."""
+    """Make ``count`` layers: the first ``dense`` with ``mlp``, the others with ``experts``."""
     networks = [mlp if i < dense else experts for i in range(count)]
     return [LayerSpec(attention=attention, mlp=n, before_attention=norm, before_mlp=norm) for n in networks]
 
 
 def _scale(head_dim: int, rope: RopeSpec, mscale_all_dim: float) -> float:
-    """Return the factor of attention scores. YaRN (Peng et al., 2023) sharpens attention by it.
+    """Return the factor of attention scores: 1/sqrt(``head_dim``), made larger for a context that YaRN stretches.
 
-    Here it applies to the scores of all elements, not to those of the rotated ones alone.
+    ``mscale_all_dim``: YaRN's setting for how much larger (Peng et al., 2023); 0: not at all. Here the factor applies
+    to the scores of all elements, not to those of the rotated ones alone.
     """
     stretched = rope.factor if rope.type is not RopeType.DEFAULT else 1.0
     sharper = 0.1 * mscale_all_dim * math.log(stretched) + 1.0 if stretched > 1 else 1.0

@@ -96,8 +96,9 @@ def gemma3_from_gguf(config: GGUFConfig) -> ModelSpec:
 
 
 def sliding(attention: AttentionSpec, slides: Sequence[bool], window: int) -> list[AttentionSpec]:
-    """Return the attention of each layer: with a window of ``window`` tokens and rope 1 if ``slides`` says so.
+    """Return the attention of each layer.
 
+    Where ``slides`` is True, the layer has a window of ``window`` tokens and the second of the model's ropes (index 1).
     The other layers have ``attention`` as it is.
     """
     local = replace(attention, window=window, rope=1)

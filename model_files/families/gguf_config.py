@@ -183,10 +183,10 @@ class GGUFConfig:
         tensors: Mapping[str, tuple[str, ...] | Stack] = GGUF_LAYER,
         **fields: Any,
     ) -> ModelSpec:
-        """Make the model of ``layers`` and ``ropes``. ``fields``: further fields of ``ModelSpec``.
+        """Make the model of ``layers`` and ``ropes``.
 
-        Raises ``UnsupportedModel`` if the file has a key that changes the computation, but that the family has not
-        read.
+        ``tensors``: our tensors for each name in the file. ``fields``: further fields of ``ModelSpec``. Raises
+        ``UnsupportedModel`` if the file has a key that changes the computation, but that the family has not read.
         """
         spec = ModelSpec(
             family=self.family,

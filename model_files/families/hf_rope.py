@@ -89,9 +89,10 @@ def rope_parameters(
 
 
 def _refuse_lost(config: HFValues, **kept: float) -> None:
-    """Raise ``UnsupportedModel`` if ``rope_scaling`` replaces ``rope_parameters`` and lacks what the weights need.
+    """Raise ``UnsupportedModel`` if a value of ``rope_parameters`` is lost because ``rope_scaling`` replaces them.
 
-    ``kept``: the values that count, by key.
+    ``kept``: the values that the model would be computed with, by key. A value is lost if ``rope_scaling`` lacks its
+    key and ``kept`` has another value for it.
     """
     older, newer = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     for key, value in kept.items():
@@ -166,5 +167,8 @@ def _attention_factor(params: Mapping[str, Any], kind: RopeType, factor: float, 
 
 
 def longrope_attention_factor(factor: float, original: int) -> float:
-    """Return LongRoPE's factor of cosines and sines (Ding et al., 2024) for a context ``factor`` times as long."""
+    """Return LongRoPE's factor of cosines and sines (Ding et al., 2024) for a context ``factor`` times as long.
+
+    ``original``: the context of the training, in tokens.
+    """
     return 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))

@@ -47,7 +47,8 @@ class Complements:
     def outside(self, schema: Any, levels: int = MAX_LEVELS) -> Any:
         """Return a schema that accepts no value that ``schema`` accepts; None if none is found.
 
-        It need not accept all other values. ``levels``: how many levels of nested schemas are looked into.
+        It need not accept all other values. It is False, which accepts nothing, if ``schema`` accepts every value.
+        ``levels``: how many levels of nested schemas are looked into.
         """
         if isinstance(schema, bool):
             return not schema
@@ -62,9 +63,10 @@ class Complements:
         return some[0] if some else (False if found and None not in found else None)
 
     def outside_within(self, schema: Any, whole: Any) -> Any:
-        """Return what ``outside`` returns, with the parts alone that have something in common with ``whole``.
+        """Return what ``outside`` returns for ``schema``, without the parts that ``whole`` certainly refuses.
 
-        A property of ``whole`` that ``schema`` forbids makes a part as well. None if there are no parts.
+        ``whole``: the schema that the result is to be used in. A property of ``whole`` that ``schema`` forbids makes a
+        part as well. At most as many parts remain as the constructor's ``parts`` says. None if there are none.
         """
         other = self.outside(schema)
         if other is False:
@@ -79,14 +81,21 @@ class Complements:
         return some[0] if some else None
 
     def _names(self, schema: Any, levels: int = MAX_LEVELS) -> list[str]:
-        """Return names of properties that ``schema`` mentions."""
+        """Return names of properties that ``schema`` mentions, also those behind references and in `allOf`.
+
+        ``levels``: how many of these are followed, one within another. A name may occur several times.
+        """
         if not isinstance(schema, dict) or not levels:
             return []
         inner = [self.resolve(schema.get("$ref", "")), *schema.get("allOf", ())]
         return [*schema.get("properties", {}), *(name for one in inner for name in self._names(one, levels - 1))]
 
     def _outside(self, schema: dict[str, Any], levels: int) -> Iterator[Any]:
-        """Yield schemas outside a single keyword each; None for a keyword without."""
+        """Yield schemas of values that ``schema`` refuses by one of its keywords, for each keyword that is understood.
+
+        None stands for a keyword without such a schema, and False for one that refuses nothing. ``levels``: how many
+        more levels of nested schemas are looked into.
+        """
         if "$ref" in schema:
             # Until draft 7, the keywords beside a reference do not count.
             yield self.outside(self.resolve(schema["$ref"]), levels)
@@ -118,7 +127,10 @@ class Complements:
             yield None if other is None else {"type": "array", "items": other}
 
     def are_disjoint(self, one: Any, two: Any, levels: int = MAX_LEVELS) -> bool:
-        """Return whether it is certain that no value is accepted by both schemas."""
+        """Return whether it is certain that no value is accepted by both schemas; False if that is not known.
+
+        ``levels``: how many levels of nested schemas are looked into.
+        """
         if one is False or two is False:
             return True
         if not isinstance(one, dict) or not isinstance(two, dict) or not levels:
@@ -128,7 +140,7 @@ class Complements:
         return self._is_part_disjoint(one, two, levels - 1) or self._is_part_disjoint(two, one, levels - 1)
 
     def _is_part_disjoint(self, one: dict[str, Any], two: Any, levels: int) -> bool:
-        """Return whether a part of ``one`` that all of its values have is disjoint from ``two``."""
+        """Return whether a reference, `allOf`, `anyOf` or `oneOf` in ``one`` makes it surely disjoint from ``two``."""
         if "$ref" in one:
             return self.are_disjoint(self.resolve(one["$ref"]), two, levels)
         if any(self.are_disjoint(inner, two, levels) for inner in one.get("allOf", ())):
@@ -155,12 +167,12 @@ class Complements:
 
 
 def without(name: str) -> dict[str, Any]:
-    """Return the schema of objects without a property."""
+    """Return the schema of objects that lack the property ``name``."""
     return {"properties": {name: False}}
 
 
 def required_names(schema: dict[str, Any]) -> list[str]:
-    """Return the names that are required, each once. Before draft 4, the keyword was another one."""
+    """Return the names that are required, each once; none if `required` is a boolean, as before draft 4."""
     names = schema.get("required")
     return list(dict.fromkeys(names)) if isinstance(names, list) else []
 

@@ -67,7 +67,11 @@ def _check_depth(source: str) -> None:
 
 
 def _with_reasoning(grammar: Grammar, begin: str, end: str, special_id: SpecialId) -> str:
-    """Return a Lark grammar: optional reasoning, and then the grammar named "body"."""
+    """Return a Lark grammar: optional reasoning, and then the grammar named "body".
+
+    ``begin`` and ``end``: texts around the reasoning. It has begun already if ``begin`` is empty or the grammar says
+    so. ``special_id``: returns the id of a special token by its text, or None.
+    """
 
     def mark(text: str) -> str:
         token = special_id(text)
@@ -107,9 +111,10 @@ def _refuse_unclear(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usable(schema: Any) -> dict[str, Any]:
-    """Return ``schema`` as llguidance can use it, wherever the client gave it.
+    """Return ``schema`` in a form that llguidance can use, rewritten only if it cannot be used as it is.
 
-    It is rewritten only if it cannot be used as it is.
+    If no form can be used, the one without rewriting is returned, and the compiler's error tells the reason. Raises
+    ``GrammarError`` for what llguidance would misunderstand.
     """
     change_all(schema, _refuse_unclear)
     whole = {} if schema is True else schema
@@ -220,7 +225,8 @@ def _structural_tag(source: str) -> dict[str, Any]:
 def _tool_calls(source: str, special_id: SpecialId) -> dict[str, Any]:
     """Return the grammar of one call of a tool or, if ``source`` (JSON) has ``many`` set, of several.
 
-    ``special_id``: returns the id of a special token by its text, or None.
+    ``marks`` in ``source`` are texts that may be special tokens. ``special_id``: returns the id of a special token by
+    its text, or None.
     """
     given = json.loads(source)
     calls, ids = given["calls"], {mark: special_id(mark) for mark in given["marks"]}

@@ -100,7 +100,10 @@ class Rewriter:
             raise GrammarError("json_schema: choices of oneOf may overlap, which is not supported; use anyOf")
 
     def _name_properties(self, made: dict[str, Any]) -> None:
-        """Rewrite `propertyNames` that allow any name, listed ones, or names by a pattern."""
+        """Rewrite in ``made`` those `propertyNames` that allow any name, listed ones, or names by a pattern.
+
+        Others stay, and llguidance refuses them.
+        """
         names = made.get("propertyNames")
         if isinstance(names, dict) and "$ref" in names:
             names = self._complements.resolve(names["$ref"])
@@ -126,7 +129,10 @@ def _pattern_of(names: Any) -> str | None:
 
 
 def _unique_items(made: dict[str, Any]) -> Iterator[Any]:
-    """Rewrite `uniqueItems` of arrays that hold one item at most, or few values."""
+    """Remove `uniqueItems` from ``made`` if its arrays hold one item at most, or few values.
+
+    Yields the schema that has to hold in its place, if one is needed. In other cases the keyword stays.
+    """
     if made.get("uniqueItems") is not True:
         return
     least, most = made.get("minItems", 0), made.get("maxItems", MAX_ARRAYS)
@@ -138,7 +144,10 @@ def _unique_items(made: dict[str, Any]) -> Iterator[Any]:
 
 
 def _arrays(items: Any, most: int) -> list[list[Any]]:
-    """Return arrays without repetition of up to ``most`` items: in any order, or in one if these are too many."""
+    """Return arrays without repetition of up to ``most`` of the values that schema ``items`` lists.
+
+    They come in any order or, if these are too many, in one. [] if ``items`` lists no values, or too many.
+    """
     values = listed_values(items) if isinstance(items, dict) else None
     if values is None and isinstance(items, dict) and items.get("type") == "boolean":
         values = [False, True]
@@ -153,7 +162,10 @@ def _arrays(items: Any, most: int) -> list[list[Any]]:
 
 
 def _count_properties(made: dict[str, Any]) -> Iterator[Any]:
-    """Rewrite limits of the number of properties, of which some are named and not required."""
+    """Replace limits of the number of properties in ``made`` by the choices of its named, optional properties.
+
+    Yields the schemas that have to hold in their place. A limit with too many choices stays.
+    """
     names, needed = list(made.get("properties", {})), required_names(made)
     optional = [name for name in names if name not in needed]
     least, most = (made.get(keyword) for keyword in ("minProperties", "maxProperties"))
@@ -176,7 +188,10 @@ def _has_choices(names: list[str], count: int) -> bool:
 
 
 def _contains(made: dict[str, Any]) -> None:
-    """Rewrite `contains`: the first items match it."""
+    """Replace `contains` in ``made``: its first items have to match, as many as `minContains` says.
+
+    The keyword stays beside `maxContains`, and if it asks for many items.
+    """
     least = made.get("minContains", 1)
     if "contains" not in made or "maxContains" in made or isinstance(made.get("items"), list) or least > MAX_CHOICES:
         return

@@ -44,7 +44,10 @@ BYTE_OF = {character: byte for byte, character in byte_level_alphabet().items()}
 
 
 def byte_level_table(tokens: Sequence[str | None], special_ids: frozenset[int]) -> ByteTable:
-    """Make the table of a byte-level tokenizer. ``tokens``: each token by its id, None for an id without one."""
+    """Make the table of a byte-level tokenizer.
+
+    ``tokens``: each token by its id, None for an id without one. ``special_ids``: tokens that a decoder may skip.
+    """
     pieces = [byte_level_bytes(token or "") for token in tokens]
     return ByteTable(pieces, special_ids, strip_first_space=False, errors=PER_SEQUENCE)
 
@@ -60,7 +63,11 @@ def byte_level_bytes(token: str) -> bytes:
 def byte_fallback_table(
     tokens: Sequence[str | None], special_ids: frozenset[int], *, strip_first_space: bool
 ) -> ByteTable:
-    """Make the table of a SentencePiece tokenizer with byte fallback. ``tokens``: each token by its id, or None."""
+    """Make the table of a SentencePiece tokenizer with byte fallback.
+
+    ``tokens``: each token by its id, or None. ``special_ids``: tokens that a decoder may skip. ``strip_first_space``:
+    whether a text is decoded without its first space, because the model adds one.
+    """
     pieces = [_sentencepiece_bytes(token or "") for token in tokens]
     return ByteTable(pieces, special_ids, strip_first_space, errors=PER_BYTE)
 

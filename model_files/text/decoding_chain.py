@@ -96,7 +96,10 @@ def make_decoding_chain(backend: Tokenizer) -> DecodingChain:
 
 
 def _token_step(section: Section, following: Sequence[Section]) -> list[StepMaker] | None:
-    """Return the step that changes tokens as ``section`` says; None if it needs all of them at once."""
+    """Return makers of the step that changes single tokens as ``section`` says; None if it needs all of them at once.
+
+    [] if the section changes no token. ``following``: the decoder's sections after this one.
+    """
     takes_pieces = not following or following[0]["type"] == "Fuse"
     match section:
         case {"type": "Fuse"}:
@@ -127,7 +130,10 @@ def _token_step(section: Section, following: Sequence[Section]) -> list[StepMake
 
 
 def _text_step(section: Section) -> list[StepMaker] | None:
-    """Return the step that changes a fused text as ``section`` says; None if it needs the whole text."""
+    """Return makers of the step that changes a text as ``section`` says, after tokens were joined to one.
+
+    None if it needs the whole text at once; [] if the section changes nothing.
+    """
     match section:
         case {"type": "Fuse"}:
             return []

@@ -35,7 +35,7 @@ class EachToken(DecodingStep):
         self._change = change
 
     def feed(self, token: str) -> list[str]:
-        """Return the changed token; nothing is kept back."""
+        """Return the token as the constructor's function changes it; nothing is kept back."""
         return [self._change(token)]
 
 

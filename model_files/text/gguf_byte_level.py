@@ -78,7 +78,7 @@ def _find_splitting(vocabulary: GGUFVocabulary) -> Splitting:
 
 
 def _check_bytes(vocabulary: GGUFVocabulary) -> None:
-    """Raise ``TokenizerLoadError`` if plain text could lose characters."""
+    """Raise ``TokenizerLoadError`` if a byte of ``PLAIN_BYTES`` has no token: encoding a text would lose it."""
     known, alphabet = set(vocabulary.tokens), byte_level_alphabet()
     for byte in PLAIN_BYTES:
         if alphabet[byte] not in known:

@@ -100,7 +100,11 @@ def _lists_merges(vocabulary: GGUFVocabulary) -> bool:
 
 
 def _check(vocabulary: GGUFVocabulary) -> None:
-    """Raise ``TokenizerLoadError`` if a text could lose characters, or merges can't be found."""
+    """Raise ``TokenizerLoadError`` if a byte has no token, ids share a token, or a token is too long.
+
+    The most is ``LONGEST_TOKEN`` characters, because merges are searched in each token. Without a token for each byte,
+    a text could lose characters.
+    """
     vocabulary.check_distinct()
     known, path = set(vocabulary.tokens), vocabulary.metadata.path
     missing = next((token for token in BYTE_TOKENS if token not in known), None)
@@ -141,7 +145,8 @@ def _build_backend(
 def _merges(ids: dict[str, int], ranks: Sequence[float]) -> list[tuple[str, str]]:
     """Return every pair of tokens that together are a token, best first: by the larger rank of that token.
 
-    Of equal ranks, the pair with the longer first token comes first, and then that with the longer second one.
+    ``ids``: each token's id. ``ranks``: by id. Of equal ranks, the pair with the longer first token comes first, and
+    then that with the longer second one.
     """
     found = [
         (ranks[token_id], token[:cut], token[cut:])

@@ -25,7 +25,10 @@ class Numbers:
         self._pattern = re.compile(self._prefix + rf"\d{{{_DIGITS}}}")
 
     def make(self, index: int) -> str:
-        """Return the digits that stand for text ``index``. Negative indices count from the end of the range."""
+        """Return the digits that take the place of text ``index`` of a conversation.
+
+        Negative indices count from the end of the range, so that they differ from those of all texts.
+        """
         return f"{self._prefix}{index % 10**_DIGITS:0{_DIGITS}}"
 
     def find_all(self, text: str) -> set[str]:

@@ -93,7 +93,11 @@ def _next_id(backend: Tokenizer) -> int:
 
 
 def _extra(folder: Path, config: Mapping[str, Any], older: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the special tokens that are listed without names, and those with further names; as the JSON has them."""
+    """Return the special tokens that are listed without names, and those with further names; as the JSON has them.
+
+    ``config``: content of tokenizer_config.json. ``older``: that of special_tokens_map.json. ``folder`` is for
+    messages.
+    """
     further = "extra_special_tokens", "additional_special_tokens"
     first: Any = next((source[name] for source in (config, older) for name in further if source.get(name)), [])
     listed: list[Any] = []

@@ -35,7 +35,11 @@ class Plan:
     forms: Sequence[ContentForm]
 
     def make_turns(self, chat: Conversation) -> list[dict[str, Any]]:
-        """Return the messages that the template gets, rewritten and in their forms."""
+        """Return the messages of ``chat`` as the template gets them.
+
+        They are changed by ``rewrite``, and each content is in its form of ``forms``: as sent, a text, or a list of
+        parts.
+        """
         messages = self.rewrite(chat).messages
         return [make_turn(message, form) for message, form in zip(messages, self.forms, strict=True)]
 
@@ -49,9 +53,10 @@ class TemplateProbe:
         self._answers: dict[bytes, Plan | Stand] = {}
 
     def find_plan(self, chat: Conversation) -> Plan:
-        """Return a plan by which the template prints all texts of ``chat``. Raises ``PromptError`` if there is none.
+        """Return a rewrite and forms of contents by which the template prints all texts of ``chat``.
 
-        The template is run on numbers in place of the texts. The answer is kept for conversations of equal structure.
+        To find them, the template is run on numbers in place of the texts. The answer is kept for conversations of
+        equal structure, also if there is none. Then ``PromptError`` is raised, which names a text that is not printed.
         """
         skeleton = Skeleton(chat, self._numbers)
         key = hashlib.blake2b(_encoder.encode(skeleton.chat), digest_size=16).digest()
@@ -68,10 +73,11 @@ class TemplateProbe:
         return answer
 
     def _probe(self, skeleton: Skeleton) -> Plan | Stand:
-        """Return the first plan by which the template prints every text of the skeleton.
+        """Return the first rewrite, with forms of contents, by which the template prints all numbers of ``skeleton``.
 
-        If there is none, return the number of the first text lost by the plan that loses fewest.
-        If the template refuses every plan, return the one that leaves the conversation as sent.
+        ``skeleton``: the conversation with numbers in place of its texts. If none prints all, return the first number
+        that is lost by the one that loses fewest. If the template refuses all of them, return the messages as they were
+        sent.
         """
         least: list[Stand] = []
         tried: list[Conversation] = []
@@ -91,9 +97,10 @@ class TemplateProbe:
     def _renderings(
         self, chat: Conversation, stands: Sequence[Stand]
     ) -> Iterator[tuple[Sequence[ContentForm], list[Stand]]]:
-        """Yield forms of the messages' contents, each with the texts that a rendering in them loses.
+        """Yield forms of the messages' contents, each with the numbers that a rendering in them loses.
 
-        Each form is tried for all messages, then another one for the messages that lost a text.
+        ``stands``: the numbers in place of the texts of ``chat``. Each form is tried for all messages, then another one
+        for the messages that lost a text. Forms that the template refuses are left out.
         """
         tried: list[Sequence[ContentForm]] = []
         for form in ContentForm:
@@ -113,10 +120,10 @@ class TemplateProbe:
     def _find_lost(
         self, chat: Conversation, forms: Sequence[ContentForm], stands: Sequence[Stand]
     ) -> list[Stand] | None:
-        """Return what a rendering in these forms loses; None if the template refuses it.
+        """Return which of ``stands`` a rendering in these forms loses; None if the template refuses it.
 
-        Each part has an additional key. A template that prints it prints a list as Python or JSON writes it, which
-        counts as lost content.
+        ``stands``: the numbers in place of the texts of ``chat``. Each part of a content has an additional key. A
+        template that prints it prints a list as Python or JSON writes it, which counts as lost content.
         """
         turns = Plan(as_sent, forms).make_turns(chat)
         for i, turn in enumerate(turns):
