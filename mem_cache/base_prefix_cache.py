@@ -217,7 +217,7 @@ class BasePrefixCache(ABC):
     def check_invariants(self, holds: Iterable[KVHold]) -> None:
         """Raise ``InvariantViolation`` unless free + cached + held pages are all pages, each exactly once.
 
-        ``holds`` are all live holds; locks and rows must be theirs alone, so ask between two plans, not within one.
+        ``holds`` are all live holds. No other locks or rows may be in use, so call it while no step is being planned.
         Costs O(pages + cached nodes).
         """
 

@@ -19,7 +19,10 @@ def make_prefix_cache(
     req_to_token: ReqToTokenPool,
     watchers: Sequence[TreeWatcher] = (),
 ) -> BasePrefixCache:
-    """Make a ``ChunkCache`` with ``disable_radix_cache``, otherwise a ``RadixCache`` with ``radix_eviction_policy``."""
+    """Make a ``ChunkCache`` with ``disable_radix_cache``, otherwise a ``RadixCache`` with ``radix_eviction_policy``.
+
+    ``watchers``: objects that a ``RadixCache`` tells of stored and removed pages. A ``ChunkCache`` ignores them.
+    """
     if options.disable_radix_cache:
         return ChunkCache(allocator, req_to_token)
     return RadixCache(allocator, req_to_token, EVICTION_POLICIES[options.radix_eviction_policy], watchers)

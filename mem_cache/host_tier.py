@@ -81,7 +81,7 @@ class HostTier:
         """Take a host page for the KV of ``page_hash``, index it and return its number; the caller copies the KV.
 
         The page used longest ago is evicted if none is free. Return None if all are pinned or reserved. The hash must
-        not be in host memory already.
+        not be in host memory already. The page is not pinned.
         """
         page = self._take()
         if page is not None:
@@ -123,7 +123,11 @@ class HostTier:
             self._pins[page] = self._pins.get(page, 0) + 1
 
     def unpin(self, pages: Iterable[int]) -> None:
-        """Release one pin of each page taken by ``pin()``. Raises ``DoubleFree`` if a page is not pinned."""
+        """Release one pin of each page taken by ``pin()``. Raises ``DoubleFree`` if a page is not pinned.
+
+        After its last pin, a page that is in the index stays there, and may be evicted. A page that was dropped
+        meanwhile is free.
+        """
         for page in pages:
             left = self._pins.get(page, 0) - 1
             if left < 0:
@@ -139,7 +143,7 @@ class HostTier:
     def drop(self, hashes: Iterable[bytes]) -> None:
         """Remove the pages with these hashes from the index. Unknown hashes are ignored.
 
-        A pinned page is free only after its last pin was released.
+        A page without pins is free at once, a pinned one after its last pin was released.
         """
         for page_hash in hashes:
             page = self._index.pop(page_hash, None)

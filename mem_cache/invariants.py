@@ -32,7 +32,8 @@ def require(condition: bool, message: str) -> None:
 def claim_pages(owner: str, slots: I32, page_size: int) -> Claim:
     """Return the claim of ``owner`` on the pages of ``slots`` [N], which begin at a page border.
 
-    Raises ``InvariantViolation`` if the slots are not runs of whole pages, the last one excepted.
+    ``owner``: description of the owner for error messages. Raises ``InvariantViolation`` if the slots are not runs of
+    whole pages, the last one excepted.
     """
     first_slots = slots[::page_size]
     whole = first_slots[:, None] + np.arange(page_size, dtype=np.int32)

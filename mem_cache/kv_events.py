@@ -24,8 +24,9 @@ class KVEventLog:
         return self._seed
 
     def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes, pages: I32) -> None:
-        """Record that pages were stored in the tree. ``key``: their tokens, as int32 bytes. ``parent``: hash of the
-        page before.
+        """Record that pages were stored in the tree. ``key``: their tokens, as int32 bytes.
+
+        ``parent``: hash of the page before, None if they begin the prompt. ``pages`` is ignored.
         """
         tokens = unpack_i32(key).tolist()
         self._events.append(BlockStored(list(hashes), parent, tokens, self._page_size))
@@ -49,7 +50,10 @@ class KVEventLog:
 
 
 def make_event_log(options: KVEventOptions, worker: WorkerReady) -> KVEventLog | None:
-    """Make the log of pages that the tree stores and loses; None without ``--kv-events-endpoint``."""
+    """Make the log of pages that the tree stores and loses; None without ``--kv-events-endpoint``.
+
+    ``worker``: message of a worker that is ready. The hashes depend on the fingerprint and the KV layout in it.
+    """
     if options.kv_events_endpoint is None:
         return None
     return KVEventLog(model_seed(worker.fingerprint, worker.layout), options.page_size)

@@ -26,7 +26,10 @@ class PageRun(NamedTuple):
         return [end - begin for begin, end in self.within(self.begin, self.end)]
 
     def within(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return which of the pages ``[begin, end)`` of the row are sent, as a range of page numbers for each group."""
+        """Return which of the pages ``[begin, end)`` of the row are sent, as a range of page numbers for each group.
+
+        The first range is that of the group of all pages. A second one follows if there is a group with a window.
+        """
         kept = max(begin, self.begin), max(end, self.begin)
         if self.window is None:
             return [kept]

@@ -475,8 +475,8 @@ class RadixCache(BasePrefixCache):
     def _extend(self, start: TreeNode, path: Path, key: bytes, slots: I32, origin: PageOrigin) -> None:
         """Add a leaf for the part of ``key`` and ``slots`` that is not cached yet, and append it to ``path``.
 
-        ``path``: result of walking ``key`` from ``start``. Do nothing if all is cached. Watchers are told of the new
-        pages.
+        ``path``: result of walking ``key`` from ``start``. ``origin``: the leaf's namespace, priority, age and hashes.
+        Do nothing if all is cached. Watchers are told of the new pages.
         """
         known = path.slots.size
         if known == len(slots):
@@ -512,9 +512,7 @@ class RadixCache(BasePrefixCache):
             lowest.absorb(above)
 
     def _touch(self, nodes: list[TreeNode]) -> None:
-        """Mark the nodes of a path from the top as used just now. If the last one is an unlocked leaf, it is evicted
-        later.
-        """
+        """Mark the nodes of a path from the top as used just now. An unlocked leaf at its end is ranked anew."""
         self._now += 1
         for node in nodes:
             node.last_access = self._now

@@ -108,7 +108,7 @@ class WindowPages:
     """Groups of KV that a page consists of: of the layers that see every token, and of those with windows."""
 
     def __init__(self, window: int, num_slots: int, num_full_pages: int, page_size: int, slack: int = 0) -> None:
-        """Set up the pool. ``slack`` pages (a piece of a prompt) are never promised, unless there is only one hold."""
+        """Set up a pool of ``num_slots`` slots. ``slack`` pages of it are promised only if nothing else is promised."""
         if window < 1 or num_slots % page_size:
             raise UnalignedLength(f"a window of {window} over {num_slots} slots in pages of {page_size}")
         self.window, self.page_size = window, page_size
@@ -187,7 +187,7 @@ class WindowPages:
         self.committed += span.committed - before
 
     def room(self, span: WindowSpan, start: int) -> int:
-        """Return how many tokens from position ``start`` on can be written in one step; at least 1."""
+        """Return how many tokens, at least 1, a step can write from position ``start`` on without pages of others."""
         return (self._first_page(start) + self._longest(span)) * self.page_size - start
 
     def begin(self, span: WindowSpan, row: I32, length: int) -> None:
@@ -337,26 +337,15 @@ class WindowPages:
         return slots_to_pages(row[begin * self.page_size : end * self.page_size : self.page_size], self.page_size)
 
     def _first_page(self, position: int) -> int:
-        """Return the number of the first page in the window of the page that has ``position``.
-
-        Pages are numbered from the beginning of the row.
-        No token of that page, or of a later one, sees a page before the first one.
-        """
+        """Return the number of the first page that tokens in the page of ``position`` see, counted in the row."""
         return max(0, position // self.page_size - self.reach)
 
     def _longest(self, span: WindowSpan) -> int:
-        """Return the maximum number of pages that ``span`` may have in all, its present ones included.
-
-        That is the pool's size less what other spans have or are promised.
-        It changes whenever one of these does.
-        """
+        """Return the maximum number of pages ``span`` may have in all: the pool's, less those committed to others."""
         return self.num_pages - (self.committed - span.committed)
 
     def _leave(self, span: WindowSpan, pages: I32) -> None:
-        """Remove ``pages``, the first ones of ``span``, from it; they are numbers of full pages.
-
-        The window page of each that is in no span any more becomes idle. Beyond the pool's end it is dropped.
-        """
+        """Remove the full ``pages``, its first ones, from ``span``. Window pages in no span any more become idle."""
         self._uses[pages] -= 1
         for page in pages[self._uses[pages] == 0].tolist():
             self._rest(page)
@@ -387,7 +376,7 @@ class WindowPages:
         self.committed += span.committed - before
 
     def _rest(self, page: int) -> None:
-        """Make the window page of a full page, which is in no span any more, idle; beyond the pool's end, drop it."""
+        """Make the window page of the full ``page`` idle, as no span has it. Beyond the pool's end, detach it."""
         if self.page_of[page] > self.num_pages:
             self._detach(page)
         else:
@@ -399,7 +388,7 @@ class WindowPages:
         self._changed[page] = None
 
     def _detach(self, page: int, *, keep: bool = False) -> int:
-        """Take the window page from a full page and return its number. It is free now unless ``keep`` is set."""
+        """Detach the window page of the full ``page``, and return its number. It is free now unless ``keep``."""
         window_page = int(self.page_of[page])
         self.page_of[page] = 0
         self._changed[page] = None

@@ -31,7 +31,7 @@ class Histogram(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             raise ValueError(f"{len(self.counts)} counts for {len(self.bounds)} bounds")
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count ``value``, ``times`` times."""
+        """Count ``value``, ``times`` times: in the bucket of the first bound that is not below it, and in the total."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 

@@ -33,7 +33,7 @@ class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def source(self) -> str:
-        """Return a name of the prefill's address if nothing but a client confirms it, else "".
+        """Return a name made of the prefill's address if only the client gave it, or "" if it is ``vouched`` for.
 
         KV from a source with a name may only be used by requests of the same source.
         """
@@ -130,10 +130,10 @@ R = TypeVar("R", TokenizeReq, GenerateReq)
 
 
 def forked(first: R, i: int, rid: str) -> R:
-    """Return answer ``i`` (0: the first) to the prompt of ``first``, named ``rid``.
+    """Return the request for answer ``i`` (0: ``first`` itself) to the prompt of ``first``, under the name ``rid``.
 
     Answers differ in their seed, so that answer 0 is what a request for a single answer gives. Each has a bootstrap
-    room of its own: both instances of a pair count the rooms in the same way.
+    room of its own: both instances of a pair count the rooms in the same way. ``rid`` is ignored for answer 0.
     """
     if i == 0:
         return first

@@ -43,7 +43,10 @@ class OutputMarks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def begins_open(begin: str, prompt_tail: str) -> bool:
-    """Return whether a prompt ends within reasoning that ``begin`` opens. ``prompt_tail``: its last text."""
+    """Return whether a prompt ends within reasoning that ``begin`` opens; False if ``begin`` is empty.
+
+    ``prompt_tail``: the last text of the prompt.
+    """
     return bool(begin) and prompt_tail.rstrip().endswith(begin.strip())
 
 
@@ -85,7 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _columns() -> dict[str, Column]:
-    """Return the ``Column`` of each field that has one, in the order of the fields."""
+    """Return the ``Column`` (type in the row table and limits) of each field that has one, by the field's name."""
     hints = get_type_hints(SamplingParams, include_extras=True)
     return {
         name: mark

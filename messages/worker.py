@@ -287,7 +287,7 @@ class ForwardStep(Message):
 
     @property
     def summary(self) -> str:
-        """Number and size of the step, for traces."""
+        """Number of the step, its entries (rows of requests) and its tokens, as a text for traces."""
         return f"step {self.step_id}: {len(self.rows) // 4} entries, {len(self.out_cache_loc) // 4} tokens"
 
 

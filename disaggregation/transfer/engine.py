@@ -110,7 +110,9 @@ class TransferEngine:
 
         - ``groups``: the layout's groups, in its order. None stands for a group without bytes, where pages are only
           numbers. Either all pools are on a device, or none is.
+        - ``epoch``: name of this run of the instance, by which peers know it.
         - ``host`` and ``port``: address to listen on. ``advertise_host``: address at which other instances reach it.
+        - ``emit``: called in the engine's thread with each event for the scheduler.
         - ``layout``: layout of the pages. Without it, pages of another order are refused.
         - ``on_failure``: called in the engine's thread if that thread fails.
         """

@@ -52,7 +52,10 @@ class _Chunk:
     """End of the layers that are being pushed."""
 
     def next_layers(self) -> LayerRange | None:
-        """Return the layers that may be pushed now, or None if too few more are computed."""
+        """Return the layers that may be pushed now, or None if fewer than ``ahead`` more are computed, and not all.
+
+        Once pages of some layers were pushed, these layers are returned until all pages of the chunk have them.
+        """
         if not self.at:
             num_layers = self.group.num_layers
             count = num_layers if self.done is None else self.group.layers_done(self.done.count)

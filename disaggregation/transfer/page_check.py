@@ -147,7 +147,8 @@ class PassedCheck(PageCheck):
 def make_check(command: VerifyPages, landed: Sequence[Landed], passed: PageChecksums | None) -> PageCheck:
     """Make the check of received pages: of those in a pool, or of staged ones by the checksums ``passed``.
 
-    ``passed``: those noted while the pages passed through host memory to a device.
+    ``passed``: those noted while the pages passed through host memory to a device. None: none were noted, so that the
+    check of staged pages fails.
     """
     handover, slices, hashed = command.handover, command.slices, command.checksum
     if all(part.pool.group.staging is None for part in landed):
@@ -164,7 +165,8 @@ def _convert(part: Landed, converter: PageConverter) -> Iterator[int]:
 def covers(slices: Sequence[SliceChecksum], sizes: Mapping[int, tuple[int, int]]) -> Generator[int, None, bool]:
     """Return whether ``slices`` cover every layer of every page of each group exactly once.
 
-    ``sizes``: pages and layers by group. Yields the cost of each slice, in bytes to hash.
+    False also if a slice names pages or layers that do not exist. ``sizes``: pages and layers by group. Yields the
+    cost of each slice, in bytes to hash.
     """
     there = {group: np.zeros(size, dtype=np.bool_) for group, size in sizes.items()}
     for piece in slices:

@@ -103,8 +103,9 @@ class ReceivedPages:
         return PageConverter(self._layout, order, group)
 
     def check(self) -> bool:
-        """Check a part of the received pages that wait for it, and report hand-overs that are done. Return whether any
-        is left.
+        """Check a part of the pages of the next hand-over in turn, and report the result if all are checked.
+
+        Return whether any check is left.
         """
         if self._checks:
             check = self._checks.popleft()

@@ -49,9 +49,9 @@ class Direct(NamedTuple):
     ordinal: int
 
     def look(self, spans: list[tuple[int, int]]) -> Iterator[memoryview]:
-        """Copy the bytes of ``spans`` (offset, length) from the pool to the window, and yield them in order.
+        """Copy the bytes of ``spans`` (offset, length) from the pool to the host memory ``window``.
 
-        A view has at most the window's size, and is valid until the next one is yielded.
+        Yield views of it in the order of the bytes, each at most of its size and valid until the next is yielded.
         """
         pieces: list[Piece] = []
         used = 0
@@ -70,8 +70,9 @@ class Direct(NamedTuple):
             yield self.window[:used]
 
     def load(self, begin: int, length: int) -> memoryview:
-        """Copy ``length`` bytes of the pool, from offset ``begin`` on, to the window, and return them, to be changed
-        there.
+        """Copy ``length`` bytes of the pool, from offset ``begin`` on, to the host memory ``window``.
+
+        Return a view of them there. The caller may change them, and ``store`` copies them back.
         """
         memory = self.window[:length]
         self.device.read([Piece(begin, memory)])

@@ -61,7 +61,10 @@ class PageGroup:
 
     @property
     def num_sources(self) -> int:
-        """Upper bound (exclusive) of ``PageWrite.src``: the number of pages in the pool, or of slots with page 0."""
+        """Upper bound (exclusive) of ``PageWrite.src``: number of pages in the region.
+
+        They are the pool's pages, page 0 included, or with ``staging`` the host's slots for sending, slot 0 included.
+        """
         return self.region.nbytes // self.page_bytes
 
     def layers_done(self, count: int) -> int:
@@ -77,7 +80,7 @@ class PageGroup:
         return self.page_bytes // self.num_layers * (layers.end - layers.begin)
 
     def spans(self, pages: I32, layers: LayerRange) -> Spans:
-        """Return where ``layers`` of ``pages`` lie in the region: one span for each page.
+        """Return where ``layers`` of ``pages`` lie in the region: one span (offset, length in bytes) for each page.
 
         If they are all layers, neighbouring pages share one span.
         """
@@ -88,7 +91,8 @@ class PageGroup:
 
 
 def neighbour_spans(src: I32, dst: I32, page_bytes: int) -> tuple[Spans, Spans]:
-    """Return two arrays of spans in bytes: of the whole pages ``src`` in this pool, and of ``dst`` in the peer's.
+    """Return two arrays of spans (offset, length in bytes): of the whole pages ``src`` in our region, and of ``dst`` in
+    the peer's pool.
 
     Both have as many rows. Pages that are neighbours on both sides share one span.
     """

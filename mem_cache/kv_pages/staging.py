@@ -56,11 +56,11 @@ class DevicePages(Protocol):
         ...
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        """Copy bytes of the pool to host memory, piece by piece."""
+        """Copy bytes of the pool to host memory. A piece names an offset in the pool and the memory to fill."""
         ...
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Copy host memory to the pool, piece by piece."""
+        """Copy host memory to the pool. A piece names an offset in the pool and the memory to copy there."""
         ...
 
     @property
@@ -135,8 +135,9 @@ class StagingSizes(NamedTuple):
 def divide(nbytes: int, page_bytes: Sequence[int]) -> StagingSizes:
     """Divide ``nbytes`` of staging memory: half for sending, in equal parts for each group, and half for receiving.
 
-    ``page_bytes``: bytes of a page of each group. There is at least one slot for each group and one slab that takes any
-    group's page, even if that needs more than ``nbytes``.
+    ``page_bytes``: bytes of a page of each group. A slot takes one page to send, a slab takes several received ones.
+    There is at least one slot for each group and one slab that takes any group's page, even if that needs more than
+    ``nbytes``.
     """
     share = nbytes // 2 // len(page_bytes)
     slab_bytes = max(*page_bytes, min(SLAB_BYTES, nbytes // 2 // 2))

@@ -40,7 +40,7 @@ class Breaker:
         return BreakerState.OPEN if now < self._until else BreakerState.HALF_OPEN
 
     def probe_in(self, now: float) -> float | None:
-        """Return the seconds until the store is tried again; None while the breaker is closed."""
+        """Return the seconds until the store may be tried again, 0: now; None while the breaker is closed."""
         return max(0.0, self._until - now) if self._failures >= FAILURES else None
 
     def succeeded(self) -> None:
@@ -48,8 +48,9 @@ class Breaker:
         self._failures, self._seconds = 0, FIRST_SECONDS
 
     def failed(self, reason: str, now: float) -> None:
-        """Note that the store failed, or did not answer in time. ``FAILURES`` in a row open the breaker, a failed trial
-        again.
+        """Note that the store failed, or did not answer in time, for ``reason``.
+
+        ``FAILURES`` in a row open the breaker. One failure while it is HALF_OPEN opens it again, for twice as long.
         """
         was = self.state(now)
         self._failures += 1

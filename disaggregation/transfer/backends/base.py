@@ -129,9 +129,10 @@ class TransferBackend(ABC):
         """
 
     def note_checksums_in(self, peer: str, handover: HandoverId, landed: PageChecksums) -> None:
-        """Note the checksums of all that ``peer`` will write for ``handover`` in ``landed``; it ends up on a device.
+        """Have the checksums of all pages that ``peer`` will write for ``handover`` recorded in ``landed``.
 
-        Called before the hand-over's first grant. The base class raises ``RegionError``: it can't write to a device.
+        Called before the hand-over's first grant, only if pages pass through host memory to a device. The base class
+        raises ``RegionError``: it can't write to a device.
         """
         raise RegionError(f"{type(self).__name__} can't write to a device")
 

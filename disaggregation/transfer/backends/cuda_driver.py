@@ -80,7 +80,10 @@ class CudaDriver:
     """The driver API for one device: number ``ordinal`` among those that this process sees."""
 
     def __init__(self, library: Any, ordinal: int) -> None:
-        """Retain the device's primary context and make a stream. Raises ``RegionError``."""
+        """Retain the device's primary context and make a stream. Raises ``RegionError``.
+
+        ``library``: NVIDIA's driver, loaded by ctypes. ``ordinal``: number of the GPU among those visible here.
+        """
         self._library = library
         for name, arguments in SIGNATURES.items():
             getattr(library, name).argtypes = arguments

@@ -47,7 +47,10 @@ class Grants:
         self._writers[pages] = known.number
 
     def revoke(self, writer: Writer) -> I32:
-        """Withdraw all grants of ``writer``, and return the pages that it could write until now."""
+        """Withdraw all grants of ``writer``, and return the pages that it could write until now.
+
+        Pages that were granted to another writer meanwhile are left out.
+        """
         number, pages = self._grants.pop(writer, _Grant(NOBODY, np.empty(0, np.int32)))
         mine: I32 = pages[self._writers[pages] == number]
         self._writers[mine] = NOBODY

@@ -97,8 +97,8 @@ class IpcReader(IncomingLink):
     ) -> None:
         """Open the owner's end of a link on a connected socket.
 
-        ``export`` returns the device and where each pool is now. ``leave`` has both descriptors watched. Raises
-        ``LinkLost``.
+        ``export`` returns the device and where each pool is now. ``leave`` is called when the writer is
+        asked to end its access. It has both descriptors watched, which tell when that is done. Raises ``LinkLost``.
         """
         super().__init__(Stream(sock))
         self.process_fd = process_of(sock)

@@ -34,10 +34,10 @@ def find_backend(name: str) -> MakeBackend:
 
 
 def make_backend(name: str, epoch: str, host: str, port: int = 0, advertise_host: str | None = None) -> TransferBackend:
-    """Make the transfer backend ``name`` of the instance ``epoch``. Backends without a network ignore ``host`` and
-    ``port``.
+    """Make the transfer backend ``name`` of the instance ``epoch``. Backends without a network ignore the addresses.
 
-    ``port`` 0 takes a free one. Raises ``UnknownBackend`` and ``BackendUnavailable``.
+    It listens on ``host`` and ``port``; ``port`` 0 takes a free one. ``advertise_host``: address that peers are told,
+    None for the one that it listens on. Raises ``UnknownBackend`` and ``BackendUnavailable``.
     """
     backend = find_backend(name)(epoch, host, port, advertise_host)
     assert isinstance(backend, TransferBackend)

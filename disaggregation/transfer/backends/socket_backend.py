@@ -111,7 +111,7 @@ class SocketBackend(TransferBackend):
         """Advance work that does not depend on our own sockets, once in each ``progress``. Here there is none."""
 
     def _noticed(self, data: object) -> None:
-        """Handle an event of a descriptor that is watched for a backend and is no link's. Here there is none."""
+        """Handle an event of a watched descriptor that is no link's, known by ``data``. The base class has none."""
 
     def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
         link.stream.send([data])
@@ -254,7 +254,7 @@ class SocketBackend(TransferBackend):
         link.opened()
 
     def _why_not(self, writer: str) -> str:
-        """Return why a greeted writer may not write now, or "". First end its open link, lost without notice."""
+        """Return why a greeted writer may not write now, or "". If it has an open link, that one is ended first."""
         record = self._peers.get(writer)
         if record is not None and record.incoming is not None and record.reason is None:
             # The writer lost its link, and we had not noticed yet. Our LinkDown must come before it may write again.
@@ -334,7 +334,7 @@ class SocketBackend(TransferBackend):
         self._events.append(ConnectFailed(peer, error))
 
     def _part(self, peer: str, reason: str) -> None:
-        """Close both links with ``peer``, refused until admitted. ``LinkDown`` is reported when both are down."""
+        """Close both links with ``peer``; refuse new ones until it is admitted. ``LinkDown`` once both are down."""
         record = self._peers.setdefault(peer, PeerLinks())
         self._fenced.add(peer)
         record.reason = record.reason or reason
