@@ -5,9 +5,9 @@ and tried when its grammar is compiled. One with a peer's KV is not parked: its 
 
 A grammar is wanted → asked for → compiled → forgotten. The worker keeps it until it is told to forget it, and would
 compile a forgotten one in its step. So none of a living request is forgotten, as it may be retracted and start again.
-The others are forgotten, the longest unused first, while there are more than ``READY`` or they take more than
-``MAX_BYTES``. Few are asked for at a time, API keys take turns, and none is asked for while those of living requests
-fill the limits.
+The others are forgotten, the longest unused first, while there are more than ``READY`` grammars or all take more than
+``MAX_UNUSED_BYTES``. Few are asked for at a time, API keys take turns, and none is asked for while those of living
+requests fill the limits.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ READY = 48
 """Compiled grammars that unused ones add up to, or that waiting requests are to start with."""
 MAX_BYTES = 1 << 28
 """Memory of compiled grammars, as estimated, beyond which no more are compiled. Those being compiled may exceed it."""
+MAX_UNUSED_BYTES = 1 << 26
+"""Memory of all compiled grammars, as estimated, beyond which those of no living request are forgotten."""
 
 
 class Compiled(NamedTuple):
@@ -125,7 +127,7 @@ class PreparedGrammars:
         """
         used, nbytes = self._used(), sum(one.nbytes for one in self._compiled.values())
         for grammar in [grammar for grammar in self._compiled if grammar not in used]:
-            if len(self._compiled) <= READY and nbytes <= MAX_BYTES:
+            if len(self._compiled) <= READY and nbytes <= MAX_UNUSED_BYTES:
                 return
             forgotten = self._compiled.pop(grammar)
             nbytes -= forgotten.nbytes

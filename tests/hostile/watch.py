@@ -81,7 +81,7 @@ class Vitals:
         problems = [
             f"{name} ended (pid {usage.pid})"
             for name, usage in self.start.items()
-            if name not in now or now[name].pid != usage.pid
+            if (name not in now or now[name].pid != usage.pid) and not name.startswith(REPLACED)
         ]
         new = (name for name in now.keys() - self.start.keys() if not name.startswith(REPLACED))
         problems += [f"{name} was started" for name in new]

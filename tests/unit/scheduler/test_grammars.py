@@ -10,7 +10,7 @@ from pdserve.messages.grammar import ForgetGrammar, Grammar, GrammarPrepared, Pr
 from pdserve.messages.outputs import ReqError
 from pdserve.messages.requests import AbortReq, GenerateReq
 from pdserve.messages.worker import ForwardStep
-from pdserve.scheduler.grammars import AT_ONCE, MAX_BYTES, READY
+from pdserve.scheduler.grammars import AT_ONCE, MAX_BYTES, MAX_UNUSED_BYTES, READY
 
 PROMPT = [3, 5, 8, 13]
 LETTERS, DIGITS = Grammar("regex", "[a-z]+"), Grammar("regex", "[0-9]+")
@@ -156,9 +156,9 @@ def test_the_grammar_of_a_request_that_is_retracted_is_kept_until_it_ends() -> N
 def test_unused_grammars_are_forgotten_by_their_size() -> None:
     sim = Compiling()
     for i in range(5):
-        sim.pass_by(Grammar("regex", f"a{i}"), nbytes=MAX_BYTES // 4)
+        sim.pass_by(Grammar("regex", f"a{i}"), nbytes=MAX_UNUSED_BYTES // 4)
     assert sim.forgotten == [sim.asked[0].number]
-    sim.pass_by(LETTERS, nbytes=MAX_BYTES)
+    sim.pass_by(LETTERS, nbytes=MAX_UNUSED_BYTES)
     assert sim.forgotten == [message.number for message in sim.asked[:5]]
 
 
@@ -172,7 +172,7 @@ def test_no_grammar_is_compiled_while_those_of_living_requests_fill_the_memory()
     assert sim.ends.keys() == {"large"}
     assert [message.grammar for message in sim.asked] == [LETTERS, DIGITS]
     sim.prepared(sim.asked[1])
-    assert sim.forgotten == []
+    assert sim.forgotten == [sim.asked[0].number]
     sim.run_until_idle()
     assert sim.ends.keys() == {"large", "waits"}
 
