@@ -151,10 +151,7 @@ class Scheduler:
             self.outbox.tokens(req, finish, self._meta(req))
 
     def limit_output(self, req: Req, tokens: int) -> None:
-        """Limit a request to ``tokens`` tokens, prompt and output together, but allow one token of output.
-
-        If its output has reached what that allows, the request ends now, as at its maximum length.
-        """
+        """Limit prompt and output of a request to ``tokens`` in all, but allow one token of output; end it at that."""
         req.limit_output(tokens)
         if req.output_len >= req.max_new_tokens:
             self.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))

@@ -102,10 +102,9 @@ def attend_block(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add a block of N tokens to the softmax state ``peak`` [M], ``total`` [M] and ``acc`` [M, V], and return it.
 
-    ``peak``: largest score so far, times log2(e). ``total``: sum of weights. ``acc``: weighted sum of values.
-    ``q_rest``: the queries' elements beyond a value's, with latent rows only. ``offsets`` [N]: where the tokens lie in
-    the pool. ``is_there`` [N]: whether each may be read. ``is_seen`` [M, N] or [1, N]: the tokens that each query row
-    sees; None: all. ``scale``: factor of the scores. ``KIND``: quantised type of the pool, or "".
+    ``peak``: largest score so far, times log2(e). ``q_rest``: queries' elements beyond a value's, of latent rows.
+    ``offsets``, ``is_there`` [N]: where tokens lie in the pool, and whether they may be read. ``is_seen`` [M or 1, N]:
+    tokens that each query row sees; None: all. ``KIND``: quantised type of the pool, or "".
     """
     dtype: tl.constexpr = q.dtype
     k = widen(load_columns(k_pool, offsets, is_there, 0, VALUE_DIM, BLOCK_V), KIND, dtype)
