@@ -102,9 +102,8 @@ def attend_block(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add a block of N tokens to the softmax state ``peak`` [M], ``total`` [M] and ``acc`` [M, V], and return it.
 
-    ``peak``: largest score so far, times log2(e). ``q_rest``: queries' elements beyond a value's, of latent rows.
-    ``offsets``, ``is_there`` [N]: where tokens lie in the pool, and whether they may be read. ``is_seen`` [M or 1, N]:
-    tokens that each query row sees; None: all. ``KIND``: quantised type of the pool, or "".
+    ``peak``: largest score, times log2(e). ``q_rest``: queries' elements beyond a value's. ``offsets``, ``is_there``
+    [N]: tokens' places in the pool, and which may be read. ``is_seen``: tokens that each query row sees; None: all.
     """
     dtype: tl.constexpr = q.dtype
     k = widen(load_columns(k_pool, offsets, is_there, 0, VALUE_DIM, BLOCK_V), KIND, dtype)
