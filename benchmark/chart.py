@@ -99,7 +99,10 @@ def finish_cdf(axes: Axes, title: str) -> None:
 
 
 def _plain_log_ticks(axes: Axes) -> None:
-    """Label the axis with 10, 100, 1,000 instead of powers of ten; with 2 and 5 of each as well, if there is room."""
+    """Label the logarithmic x axis with 10, 100, 1,000 instead of powers of ten.
+
+    It gets 2 and 5 of each as well, if these are at most six labels. Call this after drawing: the axis limits count.
+    """
     low, high = axes.get_xlim()
     ticks = [m * 10.0**e for e in range(-3, 7) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
     axes.set_xticks([tick for tick in ticks if len(ticks) <= 6 or f"{tick:e}"[0] == "1"])

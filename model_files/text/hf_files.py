@@ -27,7 +27,7 @@ def backend_byte_table(source: Path, backend: Tokenizer, decoder: Any, special_i
 
 
 def find_eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Return all ids that the folder's files name as end of text: generation config, model config, tokenizer.
+    """Return all end-of-text ids: those in the folder's generation config and model config, and the tokenizer's.
 
     ``tokenizer_eos``: the tokenizer's own EOS; None if it has none. Ids that no vocabulary can have are left out.
     Raises ``TokenizerLoadError``.
