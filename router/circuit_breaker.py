@@ -1,7 +1,9 @@
 """The circuit breaker of one instance: open while the instance asks for no requests, or after repeated failures.
 
 closed ──503 with Retry-After, about the instance itself──▶ open for as long as it says
-   └──``FAILURES`` failures in a row─────▶ open for 1 s, after the next failure 2 s, 4 s, … ──success──▶ closed
+   └──``FAILURES`` failures in a row─────▶ open for 1 s, after the next failure 2 s, 4 s, …
+
+It closes when that time is over. A success resets the count of failures, and leaves an open breaker open.
 
 A 429 means load and opens no breaker, and neither does a deadline of the router's own. Failures of requests that ran at
 the same time count once, because a crash ends all of them.
