@@ -44,7 +44,8 @@ imported_by = os.getpid()
 def main():
     seen = {"argv": sys.argv[1:], "own": os.getpid() == imported_by, "collects": gc.isenabled()}
     seen |= {"frozen": gc.get_freeze_count() > 0, "threads": threading.active_count(), "parent": os.getppid()}
-    print(seen | {"key": "PDSERVE_API_KEY" in os.environ, "importer": imported_by}, flush=True)
+    seen |= {"key": "PDSERVE_API_KEY" in os.environ, "importer": imported_by}
+    os.write(1, f"{seen}\\n".encode())  # one write, as another process writes to the same file
     sys.exit(7)
 """
 
