@@ -44,9 +44,10 @@ def widen_bfloat16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
 
 
 def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Return the bits of the bfloat16 numbers that are nearest to ``values``, ties to even.
-
-    NaNs are rounded as if they were numbers: the usual one (0x7FC00000) stays, others may become infinite or 0.
-    """
+    """Return the bits of the bfloat16 numbers that are nearest to ``values``, ties to even. NaN stays NaN."""
     bits = values.view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    # Rounded as a number, NaN could become infinite or 0. The quiet bit keeps it NaN when the low bits are cut off.
+    nan = np.isnan(values)
+    rounded[nan] = bits[nan] >> 16 | 0x40
+    return rounded.astype(np.uint16)

@@ -122,6 +122,15 @@ def test_four_bits(dtype, tokens: int, outputs: int, inputs: int, group: int, sy
     assert torch.equal(int4_product(there(column), moved(weight)).cpu()[0], exact[:, -3].to(dtype))
 
 
+def test_nan_in_a_result_stays_nan_whatever_its_bits() -> None:
+    bias = there(torch.tensor([0x7FFFFFFF, -1, 0], dtype=torch.int32).view(torch.float32).repeat(64)[:64])
+    x = there(torch.ones(1, 128, dtype=torch.bfloat16))
+    eight = moved(fp8_weight(64, 128, 1, is_blocked=False, eight=False))
+    four = moved(Int4Weight(pack_halves(torch.randint(0, 16, (64, 128))), torch.rand(1, 64), None, 128, 128))
+    for product, weight in ((fp8_product, eight), (int4_product, four)):
+        assert torch.equal(product(x, weight, bias)[0].isnan(), bias.isnan())
+
+
 def test_no_tokens_are_no_work_and_rows_may_lie_apart() -> None:
     weight = moved(fp8_weight(64, 128, 1, is_blocked=False, eight=False))
     assert fp8_product(torch.empty(0, 128, dtype=torch.bfloat16, device=DEVICE), weight).shape == (0, 64)

@@ -95,7 +95,9 @@ def rounded(weight: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
         result = weight.to(dtype)
     elif dtype == tl.bfloat16:
         bits = weight.to(tl.int32, bitcast=True)
-        result = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        # The quiet bit keeps NaN what it is when the low bits are cut off.
+        near = tl.where(weight == weight, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
+        result = (near & -65536).to(tl.float32, bitcast=True)
     else:
         result = weight.to(dtype).to(tl.float32)
     return result
