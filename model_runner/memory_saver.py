@@ -90,11 +90,16 @@ class WorkerMemorySaver:
         # They first: until they know of it they may commit what they share with this one.
         self._others.tell(ReleaseMemory(tags))
         errors = self._others.answers()
-        try:
-            for tag in tags:
+        return self._release_here(tags) or (errors[0] if errors else "")
+
+    def _release_here(self, tags: list[MemoryTag]) -> str:
+        """Release the memory of all ``tags`` in this process, and return the first failure; "" if there is none."""
+        errors = []
+        for tag in tags:
+            try:
                 self._release(tag)
-        except RegionError as e:
-            return str(e)
+            except RegionError as e:
+                errors.append(str(e))
         return errors[0] if errors else ""
 
     def _resume_all(self, tags: list[MemoryTag]) -> str:
@@ -164,16 +169,16 @@ class WorkerMemorySaver:
         try:
             self._check_room(tags)
             for tag in tags:
-                self._take(tag)
+                # Before it is taken: whatever fails, no part of it is kept.
                 taken.append(tag)
+                self._take(tag)
                 self._released.discard(tag)
             if not self._released and not self._others.numbers:
                 self._steps.capture_graphs()
         except errors as e:
             # All or nothing: a part of the memory would be taken without any use.
-            for tag in taken:
-                self._release(tag)
-            return str(e) or type(e).__name__
+            failure = self._release_here(taken)
+            return "; ".join(filter(None, (str(e) or type(e).__name__, failure)))
         return ""
 
     def _take(self, tag: MemoryTag) -> None:
@@ -183,13 +188,9 @@ class WorkerMemorySaver:
             self._steps.use_weights()
             return
         if model.device.kind != "cpu":
-            try:
-                for pool in model.pools.tensors:
-                    pool.data.untyped_storage().resize_(pool.data.nbytes)
-                    pool.data.zero_()
-            except BaseException:
-                self._release(tag)
-                raise
+            for pool in model.pools.tensors:
+                pool.data.untyped_storage().resize_(pool.data.nbytes)
+                pool.data.zero_()
         self._prefault.again()
 
     def _check_room(self, tags: list[MemoryTag]) -> None:

@@ -16,6 +16,7 @@ from support.passes import pool_bytes
 from support.recording_device import RecordingDevice
 from support.tiny_model import CONFIG
 
+from pdserve.mem_cache.kv_pages.region import RegionError
 from pdserve.messages.base import pack_i32
 from pdserve.messages.memory import MemoryUse, ReleaseMemory, ResumeMemory, TrimPool
 from pdserve.messages.sampling import SamplingParams
@@ -136,6 +137,55 @@ def test_other_weights_than_before_are_refused_and_nothing_is_held(tmp_path: Pat
     assert "other weights than at the start" in changed.error
     rig.model.engine._reload = good
     assert rig.occupation.obey(ResumeMemory(["weights"])).error == ""
+    assert rig.answer() == before
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_weights_without_steps_that_use_them_are_dropped_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    rig = Rig(tmp_path, attention_backend=backend)
+    before, use_weights = rig.answer(), rig.steps.use_weights
+    rig.occupation.obey(ReleaseMemory(["kv_cache", "weights"]))
+
+    def fail() -> None:
+        monkeypatch.setattr(rig.steps, "use_weights", use_weights)
+        raise MemoryError("no memory for steps")
+
+    monkeypatch.setattr(rig.steps, "use_weights", fail)
+    changed = rig.occupation.obey(ResumeMemory(["kv_cache", "weights"]))
+    assert (changed.released, changed.error) == (["kv_cache", "weights"], "no memory for steps")
+    with pytest.raises(RuntimeError, match="weights are not there"):
+        rig.answer()
+    changed = rig.occupation.obey(ResumeMemory(["kv_cache", "weights"]))
+    assert (changed.released, changed.error) == ([], "")
+    assert rig.answer() == before
+
+
+def test_a_pool_that_the_system_does_not_take_back_is_named_and_the_weights_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So all ranks have released the same, and another resume begins where the first one did."""
+    rig = Rig(tmp_path)
+    before, region, good = rig.answer(), rig.model.pools.region, rig.model.engine._reload
+
+    def refuse(begin: int = 0) -> None:
+        raise RegionError("the system does not take the KV pool's memory back")
+
+    def missing() -> None:
+        raise InvalidWeights("the checkpoint lacks 3 tensors")
+
+    monkeypatch.setattr(region, "give_back", refuse)
+    changed = rig.occupation.obey(ReleaseMemory(["kv_cache", "weights"]))
+    assert changed.released == ["kv_cache", "weights"]
+    assert changed.error == "the system does not take the KV pool's memory back"
+    rig.model.engine._reload = missing
+    changed = rig.occupation.obey(ResumeMemory(["kv_cache", "weights"]))
+    assert changed.released == ["kv_cache", "weights"]
+    assert changed.error == "the checkpoint lacks 3 tensors; the system does not take the KV pool's memory back"
+    rig.model.engine._reload = good
+    changed = rig.occupation.obey(ResumeMemory(["kv_cache", "weights"]))
+    assert (changed.released, changed.error) == ([], "")
     assert rig.answer() == before
 
 
