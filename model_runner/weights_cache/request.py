@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -97,8 +97,8 @@ class PackRequest:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes on disk of the files with the weights, JSON files excluded. Raises ``OSError``."""
-        return sum(file.size for file in self._files() if Path(file.path).suffix != ".json")
+        """Bytes on disk of the files that weights are read from; 0 for random weights. Raises ``OSError``."""
+        return sum(file.size for file in _states(self._weight_files()))
 
     def name(self) -> WeightsName:
         """Return digests of all that the packed weights depend on: the model's path, its files, options and code.
@@ -114,20 +114,20 @@ class PackRequest:
             None if part is None else (part.rank, part.size),
             self.node,
         )
-        return WeightsName(_digest(self.path), _digest(list(self._files())), _digest(variant))
+        return WeightsName(_digest(self.path), _digest(list(_states(self._files()))), _digest(variant))
 
-    def _files(self) -> Iterator[SourceFile]:
+    def _files(self) -> list[Path]:
+        """Return the files that the packed weights depend on: the model's description, and the weights."""
         path = self.source.path
-        if self.source.kind == "gguf":
-            files = [path]
-        elif self.options.load_format == "dummy":
-            files = [path / "config.json"]
-        else:
-            files = [path / "config.json", *checkpoint_files(path)]
-        for file in files:
-            place = os.path.realpath(file)
-            state = os.stat(place)
-            yield SourceFile(place, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev)
+        # A GGUF describes the model itself, also if its weights are not read.
+        return [path] if self.source.kind == "gguf" else [path / "config.json", *self._weight_files()]
+
+    def _weight_files(self) -> list[Path]:
+        """Return the files that weights are read from; none if weights are random."""
+        if self.options.load_format == "dummy":
+            return []
+        path = self.source.path
+        return [path] if self.source.kind == "gguf" else checkpoint_files(path)
 
 
 class PackOrder(msgspec.Struct, frozen=True):
@@ -160,6 +160,13 @@ class PackOrder(msgspec.Struct, frozen=True):
         spec = without_idle_windows(identity)
         part = None if self.size == 1 else shard(spec, self.rank, self.size)
         return PackRequest(options, source, spec, identity, part, self.dtype, self.kv_dtype, self.node)
+
+
+def _states(files: Iterable[Path]) -> Iterator[SourceFile]:
+    for file in files:
+        place = os.path.realpath(file)
+        state = os.stat(place)
+        yield SourceFile(place, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev)
 
 
 def code_digest() -> str:

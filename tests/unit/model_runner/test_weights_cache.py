@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import logging
@@ -21,6 +22,7 @@ from support.machine import limit
 from support.weights_rig import VOCAB, Rig, logits_of
 
 from pdserve.model_files.errors import InvalidWeights
+from pdserve.model_files.model_path import ModelSource
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
 from pdserve.model_runner.cpu_engine.packed_model import (
@@ -194,6 +196,18 @@ def test_a_full_disk_leaves_each_instance_a_copy_and_no_file(rig: Rig, caplog: p
     assert torch.equal(rig.logits(), expected)
     assert rig.files == []
     assert "No space left on device" in caplog.text
+
+
+def test_random_weights_need_no_room_for_a_file_that_is_not_read(rig: Rig) -> None:
+    """The file still counts for the name, because it describes the model."""
+    file = rig.folder.with_suffix(".gguf")
+    file.write_bytes(bytes(1000))
+    dummy = dataclasses.replace(rig.request(), source=ModelSource("gguf", file))
+    read = dataclasses.replace(dummy, options=dataclasses.replace(dummy.options, load_format="auto"))
+    assert (dummy.source_bytes, read.source_bytes, rig.request().source_bytes) == (0, 1000, 0)
+    before = dummy.name()
+    file.write_bytes(bytes(999))
+    assert dummy.name().source != before.source
 
 
 def test_two_builders_at_once_pack_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
