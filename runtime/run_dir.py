@@ -15,6 +15,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from .file_lock import try_lock
+
 SOCKET_PATH_CHARS = 107
 """The longest name of a Unix socket."""
 RUN_DIR_PREFIX = "pdserve-"
@@ -36,11 +38,17 @@ class RunDir:
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             except FileNotFoundError:  # a server that starts at this moment took it for one left behind
                 continue
-            with suppress(OSError):  # a file system without locks: no other process can lock the folder and remove it
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if self.path.exists():
+            if self._is_kept():
                 return
             os.close(self._lock)
+
+    def _is_kept(self) -> bool:
+        """Lock the folder. Return False if another server has taken it for one left behind, and removes it."""
+        try:
+            is_locked = try_lock(self._lock)
+        except OSError:  # a file system without locks: no other process can lock the folder and remove it
+            return self.path.exists()
+        return is_locked and self.path.exists()
 
     def remove(self) -> None:
         """Delete the folder with all that is in it, and release its lock."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 from ...runtime import clean_start  # isort: skip  # noqa: F401
 
 import argparse
-import fcntl
 import hashlib
 import logging
 import os
@@ -29,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from ...runtime.file_lock import lock_within, try_lock
 from ...runtime.machine.processor import cpu_flags
 from ...runtime.private_cache import cache_folder, is_there, is_whole, publish_sealed
 from ...runtime.progress import ProgressLog
@@ -48,6 +48,9 @@ COMMON_FLAGS = (
     *("-ffp-contract=fast", "-fno-math-errno"),
 )
 TIMEOUT = 300.0
+"""Seconds that the compiler may take for a file."""
+WAIT_SECONDS = 240.0
+"""Seconds to wait for another process that builds. The default --startup-timeout is longer and names no reason."""
 ISA_VARIABLE = "PDSERVE_CPU_ISA"
 """A variable and not an option: a process loads one library, for whichever tool or test asks first."""
 
@@ -191,11 +194,14 @@ def build_all(folder: Path = PREBUILT) -> None:
 
 
 def _wait_for(lock: IO[str]) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log.info("another process is building the CPU kernels; waiting for it")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    if try_lock(lock.fileno()):
+        return
+    log.info("another process is building the CPU kernels; waiting for it")
+    if not lock_within(WAIT_SECONDS, lock.fileno()):
+        raise BuildError(
+            f"another process has been building the CPU kernels for {WAIT_SECONDS:.0f} s; end it (fuser {lock.name} "
+            "names it), and start again"
+        )
 
 
 def _try_to_compile(level: IsaLevel, sources: Path, path: Path, retry: bool) -> None:

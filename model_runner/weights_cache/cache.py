@@ -15,7 +15,6 @@ its mode and its digest are checked.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import stat
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...model_files.errors import InvalidWeights
+from ...runtime.file_lock import try_lock
 from ...runtime.private_cache import cache_folder, publish
 from ...runtime.trusted_path import distrust, make_private_folder
 from ..cpu_engine.packed_model import BODY, DamagedWeights, PackedModel, read_contents
@@ -231,15 +231,6 @@ def weights_folder(option: str | None) -> Path | None:
     if option == OFF:
         return None
     return cache_folder() / "weights" if option is None else Path(option).expanduser().absolute()
-
-
-def try_lock(fd: int) -> bool:
-    """Take the exclusive lock of an open file without waiting; return False if another process has it."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def is_at(fd: int, path: Path) -> bool:

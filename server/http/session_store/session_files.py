@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -37,6 +36,7 @@ import msgspec
 from ....mem_cache.storage.frame import HEADER_BYTES, BadFrame, check, header
 from ....messages.decode import UndeclaredMessage, decode
 from ....messages.sessions import SessionState
+from ....runtime.file_lock import lock_within
 from ....runtime.trusted_path import distrust, make_private_folder
 from ....runtime.web.keys import ADMIN
 from ....runtime.web.keys import NAME as KEY_NAME
@@ -52,8 +52,8 @@ MAX_INFO_BYTES = 4096
 MAX_SESSIONS = 1024
 """Maximum number of sessions of one owner."""
 ABANDONED_SECONDS = 3600.0
-LOCK_SECONDS, LOCK_POLL_SECONDS = 10.0, 0.02
-"""Timeout and polling interval while another instance writes."""
+LOCK_SECONDS = 10.0
+"""Seconds to wait while another instance writes."""
 DIGEST_BYTES = 16
 _LENGTH_BYTES = 4
 
@@ -264,12 +264,9 @@ class SessionFiles:
         """
         fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            until = time.monotonic() + LOCK_SECONDS
-            while not _lock(fd):
-                # Another instance may hang while it has the lock, and this wait keeps a thread that others need.
-                if time.monotonic() >= until:
-                    raise SessionError(503, f"another instance has been writing for {LOCK_SECONDS:g} s; try again")
-                time.sleep(LOCK_POLL_SECONDS)
+            # Another instance may hang while it has the lock, and this wait keeps a thread that others need.
+            if not lock_within(LOCK_SECONDS, fd):
+                raise SessionError(503, f"another instance has been writing for {LOCK_SECONDS:g} s; try again")
             yield
         finally:
             os.close(fd)
@@ -388,15 +385,6 @@ def _remove_folder(path: Path) -> None:
             raise
         text = f"a folder with something in it stands in its place; remove {path.parent.name}/{path.name} by hand"
         raise SessionError(409, text) from None
-
-
-def _lock(fd: int) -> bool:
-    """Try to lock the open file ``fd`` for this instance alone, without waiting. Return whether that succeeded."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _sync(folder: Path) -> None:

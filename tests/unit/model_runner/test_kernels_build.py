@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from pdserve.model_runner.cpu_engine import build, library
 from pdserve.model_runner.cpu_engine.build import LEVELS, BuildError
 from pdserve.model_runner.engines.load import load_model
+from pdserve.runtime.trusted_path import make_private_folder
 from pdserve.server.options import ServerOptions
 
 LEVEL = LEVELS[-1]
@@ -79,6 +81,23 @@ def test_a_failed_build_is_not_tried_again_by_the_same_compiler(compiler: Compil
     assert compiler.calls == 2
     fails(sources)
     assert compiler.calls == 2
+
+
+def test_another_process_that_builds_is_not_waited_for_for_ever(
+    compiler: Compiler, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a failure is not remembered, as it says nothing about the compiler."""
+    monkeypatch.setattr(build, "WAIT_SECONDS", 0.0)
+    compiler.works(True)
+    folder = build.library_path(LEVEL, sources).parent
+    make_private_folder(folder)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        message = fails(sources)
+    assert "another process has been building the CPU kernels" in message
+    assert f"end it (fuser {folder / 'lock'} names it), and start again" in message
+    assert compiler.calls == 0
+    assert build.build(LEVEL, sources).is_file()
 
 
 def test_other_sources_and_other_compilers_are_tried(compiler: Compiler, sources: Path) -> None:

@@ -79,6 +79,29 @@ def test_a_directory_that_was_removed_before_it_was_locked_is_made_again(
     made.remove()
 
 
+def test_a_directory_that_another_server_is_removing_is_not_waited_for(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server that starts took it for one left behind. It may hang while it has the lock."""
+    lock = fcntl.flock
+    theirs: list[int] = []
+
+    def lock_second(fd: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        (first,) = parent.iterdir()
+        theirs.append(os.open(first, os.O_RDONLY))
+        lock(theirs[0], fcntl.LOCK_EX)
+        lock(fd, how | fcntl.LOCK_NB)
+
+    monkeypatch.setattr(fcntl, "flock", lock_second)
+    made = RunDir()
+    assert not os.path.samestat(os.fstat(theirs[0]), made.path.stat())
+    os.close(theirs[0])
+    remove_stale_run_dirs()
+    assert list(parent.iterdir()) == [made.path]
+    made.remove()
+
+
 def test_the_directories_of_a_process_are_found_by_its_number(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = RunDir()
     (parent / f"pdserve-{os.getpid()}-kv-cache").mkdir()
