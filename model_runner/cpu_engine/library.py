@@ -132,7 +132,11 @@ def _declare(library: ctypes.CDLL) -> None:
             (POINTER(ModelOps), POINTER(LayerOps), *[POINTER(KVPoolView)] * 2, c_int32, c_void_p, c_void_p),
         ),
         ("pds_ranks_bytes", c_int64, (c_int32, c_int64, c_int64)),
-        ("pds_ranks_new", c_void_p, (c_void_p, c_int32, c_int32, c_int64, c_int64, c_int32, c_void_p, c_void_p)),
+        (
+            "pds_ranks_new",
+            c_void_p,
+            (c_void_p, c_int32, c_int32, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_void_p, c_int32),
+        ),
         ("pds_ranks_part", c_void_p, (c_void_p, c_uint32, c_int32)),
         ("pds_ranks_logits", c_void_p, (c_void_p, c_uint32)),
         ("pds_ranks_free", None, (c_void_p,)),

@@ -31,6 +31,11 @@ Floats = npt.NDArray[np.float32]
 PANEL = 32
 """``kPanel`` of linear.h: rows of the residual are padded to it."""
 FLOAT_BYTES = 4
+PATIENCE_SECONDS = 300
+"""Maximum seconds that a rank waits for the others of its host in one exchange.
+
+Only a rank that hangs or was stopped is so late. ``/health`` reports the step earlier (``--watchdog-timeout``).
+"""
 
 
 class Exchange(IntEnum):
@@ -81,17 +86,38 @@ def _end_without(rank: int) -> None:
     os._exit(1)  # sys.exit would raise into the engine, where it is lost.
 
 
+def _end_late(seconds: int) -> None:
+    """End this process, because a rank of this host has not come to an exchange for ``seconds``, and has not ended."""
+    log.critical(
+        "a tensor-parallel rank of this host hangs or was stopped: the others have waited for it for %d s in the "
+        "middle of a pass; ending this process, and with it the instance. Look for a process that is stopped, or waits "
+        "for a disk (state T or D of ps); then start the instance again",
+        seconds,
+    )
+    logging.shutdown()
+    os._exit(1)  # sys.exit would raise into the engine, where it is lost.
+
+
 _END_WITHOUT = CFUNCTYPE(None, c_int32)(_end_without)
+_END_LATE = CFUNCTYPE(None, c_int32)(_end_late)
 
 
 class NativeRanks:
     """The shared memory of tensor-parallel ranks, as the rank at ``place`` sees it.
 
     ``fd``: of memory that the lead has made; None for the lead itself. ``carry``: the lead's, if there are other hosts.
-    Raises ``OSError`` if there is no memory.
+    ``patience``: seconds to wait for other ranks in an exchange, before this process ends. Raises ``OSError`` if there
+    is no memory.
     """
 
-    def __init__(self, place: RankPlace, room: ExchangeRoom, fd: int | None = None, carry: Carry | None = None) -> None:
+    def __init__(
+        self,
+        place: RankPlace,
+        room: ExchangeRoom,
+        fd: int | None = None,
+        carry: Carry | None = None,
+        patience: int = PATIENCE_SECONDS,
+    ) -> None:
         self._library = library = load_library()
         self.place, self.room = place, room
         self.most_tokens: int | None = room.tokens
@@ -112,6 +138,8 @@ class NativeRanks:
             place.local_size,
             self._carry,
             _END_WITHOUT,
+            _END_LATE,
+            patience,
         )
         if self.handle is None:
             raise MemoryError

@@ -23,10 +23,10 @@ PDS_API int64_t pds_ranks_bytes(int32_t size, int64_t part_floats, int64_t vocab
   return static_cast<int64_t>(RankGroup::bytes(size, {part_floats, vocab}));
 }
 
-// `memory`: zeroed, shared by the `local` ranks of a host; `carry` and `gone`: see rank_group.h.
+// `memory`: zeroed, shared by the `local` ranks of a host; `carry` and what follows it: see rank_group.h.
 PDS_API void* pds_ranks_new(void* memory, int32_t rank, int32_t size, int64_t part_floats, int64_t vocab, int32_t local,
-                            Carry carry, Gone gone) {
-  return new (std::nothrow) RankGroup(memory, rank, size, {part_floats, vocab}, {local, carry, gone});
+                            Carry carry, Gone gone, Late late, int32_t patience) {
+  return new (std::nothrow) RankGroup(memory, rank, size, {part_floats, vocab}, {local, carry, gone, late, patience});
 }
 
 PDS_API void* pds_ranks_part(void* ranks, uint32_t exchange, int32_t rank) {

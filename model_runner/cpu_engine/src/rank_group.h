@@ -11,8 +11,9 @@
 // Logits go in slices of kLogitRows, so that a prompt whose logits are all wanted takes no more of this memory, which stays,
 // than a step does. These halves take turns from slice to slice of a pass.
 //
-// The memory is zeroed when it is made. Each rank's process leaves its number there. A rank that waits long looks whether
-// one of the others on its host has ended: its own process can't go on then.
+// The memory is zeroed when it is made. Each rank's process leaves its number there. A rank that waits for a second looks
+// whether one of the others on its host has ended: its own process can't go on then. Neither can it if one hangs or was
+// stopped, so it waits for `patience` seconds at most. Only a rank that already sleeps counts them.
 #pragma once
 
 #include <poll.h>
@@ -42,12 +43,17 @@ using Carry = void (*)(Exchange what, uint32_t exchange, int64_t count);
 // Ends this process: `rank`, of this host, has ended.
 using Gone = void (*)(int32_t rank);
 
+// Ends this process: a rank of this host has not come to a meeting for `seconds`, and has not ended.
+using Late = void (*)(int32_t seconds);
+
 // How many of the ranks are on this host, what carries between hosts (null on all but their leads), and what is called when
-// one of the ranks here has ended.
+// one of the ranks here has ended, or has not come for `patience` seconds.
 struct Host {
   int ranks;
   Carry carry;
   Gone gone;
+  Late late;
+  int32_t patience;
 };
 
 // What is exchanged: floats of a part of a sum, and of a row of logits.
@@ -123,7 +129,12 @@ class RankGroup {
       meeting_->arrived.store(0, std::memory_order_relaxed);
       meeting_->round.raise();
     } else {
-      meeting_->round.wait_past(round, spin, kLookEvery, [this] { look_for_ended_ranks(); });
+      int32_t looks = 0;
+      meeting_->round.wait_past(round, spin, kLookEvery, [this, &looks] {
+        look_for_ended_ranks();
+        // Looks are counted and not read from the clock: an instance that was stopped as a whole may go on.
+        if (++looks * kLookEvery.count() >= host_.patience) host_.late(host_.patience);
+      });
     }
   }
 

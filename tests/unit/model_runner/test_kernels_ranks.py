@@ -24,7 +24,7 @@ from pdserve.model_files.spec import AttentionSpec, ModelSpec, QKNorm
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
 from pdserve.model_runner.cpu_engine.native_engine import Ranks
-from pdserve.model_runner.cpu_engine.ranks import Exchange, ExchangeRoom, NativeRanks
+from pdserve.model_runner.cpu_engine.ranks import PATIENCE_SECONDS, Exchange, ExchangeRoom, NativeRanks
 from pdserve.model_runner.cpu_engine.weight_packer import LinearKind
 from pdserve.model_runner.kv.pool import MHATokenToKVPool
 from pdserve.model_runner.kv.quantization import LARGEST
@@ -291,11 +291,27 @@ def test_a_rank_that_dies_in_a_pass_ends_the_others() -> None:
                 process.wait()
 
 
-def wait_as_rank_0(fd: int) -> None:
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever() -> None:
+    """It has not ended, as far as rank 0 can tell."""
+    group = NativeRanks(RankPlace(0, 2), room(SHARED["plain"]))
+    code = WAITS.format(path=[str(Path(__file__).parents[3]), *sys.path], fd=f"{group.fd}, patience=2")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        pass_fds=[group.fd],
+        capture_output=True,
+        text=True,
+        timeout=limit(60),
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "hangs or was stopped: the others have waited for it for 2 s in the middle of a pass" in done.stderr
+
+
+def wait_as_rank_0(fd: int, patience: int = PATIENCE_SECONDS) -> None:
     """Compute a pass that needs rank 1."""
     model = make_model(SHARED["plain"], torch.float32)
     own = shard(model.spec, 0, 2)
-    group = NativeRanks(RankPlace(0, 2), room(model.spec), fd)
+    group = NativeRanks(RankPlace(0, 2), room(model.spec), fd, patience=patience)
     pool = Engine.make_pool(model.spec, torch.float32)
     Engine(part_of(model, own), 1, pool=of_heads(pool, own), ranks=Ranks(own, group)).run(PASSES[0])
 
