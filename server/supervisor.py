@@ -342,6 +342,8 @@ def take_free_ports(options: ServerOptions) -> tuple[ServerOptions, list[socket.
         if options.disaggregation_bootstrap_port == 0:
             held["disaggregation_bootstrap_port"] = hold_free_port(options.host)
     except OSError as e:
+        for sock in held.values():
+            sock.close()
         raise InstanceFailed(f"can't listen on {options.host} ({e.strerror or e}); choose another --host") from e
     ports: dict[str, Any] = {name: sock.getsockname()[1] for name, sock in held.items()}
     return replace(options, **ports), list(held.values())

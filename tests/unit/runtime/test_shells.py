@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -204,6 +205,22 @@ def test_a_host_that_is_none_is_refused_clearly() -> None:
         take_free_ports(ServerOptions(port=0, host="192.0.2.1"))
     with pytest.raises(OSError, match="assign"):
         hold_free_port("192.0.2.1")
+
+
+def test_a_port_is_released_if_there_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[socket.socket] = []
+
+    def hold(host: str) -> socket.socket:
+        if held:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        held.append(hold_free_port(host))
+        return held[0]
+
+    monkeypatch.setattr(supervisor, "hold_free_port", hold)
+    options = ServerOptions(port=0, disaggregation_mode="prefill", disaggregation_bootstrap_port=0)
+    with pytest.raises(supervisor.InstanceFailed, match="Too many open files"):
+        take_free_ports(options)
+    assert [sock.fileno() for sock in held] == [-1]
 
 
 @pytest.mark.parametrize("command", ["version", "completion bash", "--help", "check --help"])
