@@ -44,7 +44,7 @@ def bench_transfer(
 ) -> int:
     """Measure how fast each transfer backend moves KV pages between two processes of this host.
 
-    Beside it: memcpy of the same bytes, and NIXL and Mooncake alone.
+    Also measures memcpy of the same bytes, and NIXL and Mooncake without pdserve.
     """
     try:
         options.check()
@@ -59,9 +59,9 @@ def bench_transfer(
 def bench_schedule(
     *, options: Annotated[ScheduleBenchOptions, Parameter(name="*")] = SCHEDULE_DEFAULTS, config: Config = None
 ) -> int:
-    """Send a trace through the scheduler in virtual time: no model, no waiting.
+    """Send a trace through the scheduler in virtual time, without a model and without waiting.
 
-    Policies and rules of admission beside each other: times to the first token, retractions.
+    Prints the times to the first token and the retractions of each policy and rule of admission.
     """
     try:
         options.check()
@@ -78,7 +78,8 @@ def bench_cache(
 ) -> int:
     """Measure the prefix tree, the queue in order of cached prefixes, and the allocator, without a model.
 
-    Beside it, where it is installed, vLLM's prefix cache. With --trace: hit rates by eviction policy and pool size.
+    Compares them with vLLM and SGLang if --vllm-python and --sglang-python name their environments. With --trace,
+    prints hit rates by eviction policy and pool size instead.
     """
     try:
         options.check()
@@ -95,7 +96,7 @@ def bench_kernel(
 ) -> int:
     """Measure one GPU kernel at one shape, with its own tile sizes or others.
 
-    Time, share of the roofline, registers and spills. Without a GPU the kernel is compiled, and its time is not known.
+    Prints its time, share of the roofline, registers and spills. Without a GPU, compiles the kernel and prints no time.
     """
     try:
         options.check()
