@@ -44,10 +44,12 @@ void run_team(int size, int spin_us) {
 
 constexpr int kRanks = 3, kThreads = 2;
 constexpr int64_t kFloats = 100, kVocab = 40, kRows = 250;
+constexpr int32_t kPatience = 300;  // seconds, counted by ranks that sleep
 
 // Exchanges of sums, and logits in slices, as a pass has them.
 void run_rank(void* memory, int rank) {
-  RankGroup group(memory, rank, kRanks, {kFloats, kVocab}, {kRanks, nullptr, [](int32_t) { std::abort(); }});
+  const auto fail = [](int32_t) { std::abort(); };
+  RankGroup group(memory, rank, kRanks, {kFloats, kVocab}, {kRanks, nullptr, fail, fail, kPatience});
   Team team(kThreads, nullptr, 1);
   team.run([&](int tid, int size) {
     const auto meet = [&](Exchange what, uint32_t exchange, int64_t count) {
