@@ -24,7 +24,7 @@ class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     room: int
     refusal: str = ""
     """Why this address must not be contacted; "" if it may be."""
-    vouched: bool = False
+    trusted: bool = False
     """Whether a router of this cluster, or an option of this instance, named the address. Otherwise it may be any
     client's.
     """
@@ -33,11 +33,11 @@ class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def source(self) -> str:
-        """Return a name made of the prefill's address if only the client gave it, or "" if it is ``vouched`` for.
+        """Return a name made of the prefill's address if only the client gave it, or "" if it is ``trusted``.
 
         KV from a source with a name may only be used by requests of the same source.
         """
-        return "" if self.vouched else f"\0{self.host}:{self.port}"
+        return "" if self.trusted else f"\0{self.host}:{self.port}"
 
 
 MAX_TOP_LOGPROBS = 128

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..mem_cache.storage.options import TierOptions
 from ..model_files.options import ModelOptions
-from ..runtime.cpu_list import PlacementError, parse_cpus
+from ..runtime.cpu_list import ThreadPlacementError, parse_cpus
 from ..runtime.options import opt, section
 from ..runtime.process_options import ChildOptions
 from ..runtime.rank_options import RankOptions
@@ -120,7 +120,7 @@ class ComputeOptions:
         if self.cpus is not None:
             try:
                 parse_cpus(self.cpus)
-            except PlacementError as e:
+            except ThreadPlacementError as e:
                 yield str(e)
 
 

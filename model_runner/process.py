@@ -39,9 +39,9 @@ from ..messages.worker import (
 )
 from ..model_files.errors import ModelError
 from ..runtime.child import ChildContext, start_child
-from ..runtime.cpu_list import PlacementError
+from ..runtime.cpu_list import ThreadPlacementError
 from .device.compile_watch import CompileWatch
-from .device.placement import Placement, floating
+from .device.placement import ThreadPlacement, floating
 from .grammar.preparation import GrammarPreparation
 from .kv.prefault import PoolPrefault, highest_slot
 from .options import WorkerOptions
@@ -103,7 +103,7 @@ def run(ctx: ChildContext[WorkerOptions], start_mover: Callable[[LoadedModel], P
     channels = open_channels(ctx)
     try:
         worker = load(ctx, channels, start_mover)
-    except (ModelError, PlacementError, RegionError) as e:
+    except (ModelError, ThreadPlacementError, RegionError) as e:
         sys.exit(f"model worker: {e}")
     worker.compiles.begin(worker.model.device.kind)
     events.send(_ready_message(worker))
@@ -117,7 +117,8 @@ def load(
 ) -> Worker:
     """Load and warm up the model, capture graphs, time some steps, and return all parts of the worker.
 
-    ``channels``: to the other tensor-parallel ranks. Raises ``ModelError``, ``PlacementError`` or ``RegionError``.
+    ``channels``: to the other tensor-parallel ranks. Raises ``ModelError``, ``ThreadPlacementError`` or
+    ``RegionError``.
     """
     options = ctx.options
     started = start_model(ctx, channels)
@@ -234,7 +235,7 @@ def _result(worker: Worker) -> StepResult:
 
 
 def _start_tiers(
-    ctx: ChildContext[WorkerOptions], model: LoadedModel, placement: Placement
+    ctx: ChildContext[WorkerOptions], model: LoadedModel, placement: ThreadPlacement
 ) -> WorkerTiers | NoWorkerTiers:
     if not ctx.options.enable_hierarchical_cache:
         return NoWorkerTiers()

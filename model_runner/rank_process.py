@@ -19,7 +19,7 @@ from ..messages.profiling import StartProfile, StopProfile
 from ..messages.worker import CaptureGraphs, ForwardStep
 from ..model_files.errors import ModelError
 from ..runtime.child import ChildContext, start_child
-from ..runtime.cpu_list import PlacementError
+from ..runtime.cpu_list import ThreadPlacementError
 from .kv.prefault import PoolPrefault, highest_slot
 from .options import WorkerOptions
 from .start_model import Started, freeze, open_channels, own_place, start_model
@@ -31,7 +31,7 @@ def main() -> NoReturn:
     channels = open_channels(ctx)
     try:
         started = start_model(ctx, channels)
-    except (ModelError, PlacementError, RegionError) as e:
+    except (ModelError, ThreadPlacementError, RegionError) as e:
         sys.exit(f"rank {own_place(ctx).rank}: {e}")
     freeze()
     ctx.report_ready(started.seconds)

@@ -25,7 +25,7 @@ from ..runtime.machine.topology import read_machine
 from ..runtime.ranks import RankPlace, places, worker_name
 from .device.gpu_placement import beside_gpu, prefer_node, stay_near
 from .device.placement import (
-    Placement,
+    ThreadPlacement,
     bind_calling_thread,
     confine,
     floating,
@@ -74,7 +74,7 @@ class Started(NamedTuple):
 
     model: LoadedModel
     steps: StepRunner
-    placement: Placement
+    placement: ThreadPlacement
     machine: MachineUse
     ranks: HostRanks | None
     seconds: dict[str, float]
@@ -103,7 +103,7 @@ def own_place(ctx: ChildContext[WorkerOptions]) -> RankPlace:
 def start_model(ctx: ChildContext[WorkerOptions], channels: RankChannels) -> Started:
     """Place the compute threads on cores, load the model or this rank's part, and make its step runner.
 
-    ``channels``: to the other ranks of this host. Raises ``ModelError``, ``PlacementError`` or ``RegionError``.
+    ``channels``: to the other ranks of this host. Raises ``ModelError``, ``ThreadPlacementError`` or ``RegionError``.
     """
     options, place = ctx.options, own_place(ctx)
     begin = time.monotonic()
@@ -144,7 +144,7 @@ def start_model(ctx: ChildContext[WorkerOptions], channels: RankChannels) -> Sta
     return Started(model, steps, placement, machine, ranks, seconds, lambda: stay_near(node, cores))
 
 
-def _place_beside_gpu(placement: Placement, options: WorkerOptions) -> Placement:
+def _place_beside_gpu(placement: ThreadPlacement, options: WorkerOptions) -> ThreadPlacement:
     """Confine this process to its cores, and return its placement.
 
     If torch sees a GPU, the placement has fewer threads, which are bound to no core of their own. Imports torch, which
@@ -171,7 +171,7 @@ def freeze() -> None:
 
 
 def _make_ranks(
-    ctx: ChildContext[WorkerOptions], begin: float, place: RankPlace, placement: Placement, channels: RankChannels
+    ctx: ChildContext[WorkerOptions], begin: float, place: RankPlace, placement: ThreadPlacement, channels: RankChannels
 ) -> HostRanks:
     from .ranks.host_ranks import FollowerRank, LeadRank, Meeting
 
@@ -183,7 +183,7 @@ def _make_ranks(
     return LeadRank(place, meeting, *channels)
 
 
-def _weights_source(options: WorkerOptions, placement: Placement) -> WeightsSource:
+def _weights_source(options: WorkerOptions, placement: ThreadPlacement) -> WeightsSource:
     builder = BuilderProcess(placement.threads, options.startup_timeout, lambda: floating(placement))
     folder = weights_folder(options.weights_cache)
     return PrivateWeights(builder) if folder is None else CachedWeights(folder, builder, options.startup_timeout)

@@ -145,7 +145,7 @@ class Dispatcher:
 
     async def _attempt(self, target: Target, request: RoutedRequest, answer: ClientAnswer) -> None:
         """Send the request to ``target`` and pass its answer on. Raises ``RouterError``."""
-        # Counted before anything is awaited, so that the next choice sees it.
+        # ``answers`` is counted before anything is awaited, so that the next choice sees it. Other counts come later.
         decodes = target.decode if isinstance(target, Pair) else target
         with Answering(decodes, request.body.batch_size or 1) as answering:
             if isinstance(target, Pair):

@@ -144,7 +144,7 @@ class ControlEndpoints:
             return await self._ask_one(request, body)
 
     async def _ask_one(self, request: Request, body: bytes) -> Response:
-        answers_clients = (Role.WORKER, Role.DECODE, Role.PREFILL)
+        answers_clients = (Role.UNIFIED, Role.DECODE, Role.PREFILL)
         for instance in sorted(self._fleet.healthy(), key=lambda i: answers_clients.index(i.role)):
             answer = await self._ask_while_up(instance, request, body)
             if answer is not None and answer.status:

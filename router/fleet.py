@@ -83,7 +83,7 @@ class Fleet:
     def __init__(self, options: RouterOptions) -> None:
         prefills = [Instance(url, Role.PREFILL, port) for url, port in parse_prefill(options.prefill)]
         decodes = [Instance(check_url(url), Role.DECODE) for url in options.decode]
-        workers = [Instance(check_url(url), Role.WORKER) for url in options.worker]
+        workers = [Instance(check_url(url), Role.UNIFIED) for url in options.worker]
         self.instances: tuple[Instance, ...] = (*prefills, *decodes, *workers)
         self._policies = {role: make_policy(options.policy) for role in Role}
         self._changed = asyncio.Event()
@@ -109,12 +109,12 @@ class Fleet:
 
     def can_serve(self) -> bool:
         """Return whether a worker, or a prefill and a decode, are healthy, so that a request can be served now."""
-        return bool(self.healthy(Role.WORKER) or (self.healthy(Role.PREFILL) and self.healthy(Role.DECODE)))
+        return bool(self.healthy(Role.UNIFIED) or (self.healthy(Role.PREFILL) and self.healthy(Role.DECODE)))
 
     def has_others(self, failed: Collection[Instance]) -> bool:
         """Return whether a worker, or a prefill and a decode, are in rotation and not among ``failed``."""
         fresh = {role for role in Role for i in self.in_rotation(role) if i not in failed}
-        return Role.WORKER in fresh or {Role.PREFILL, Role.DECODE} <= fresh
+        return Role.UNIFIED in fresh or {Role.PREFILL, Role.DECODE} <= fresh
 
     def named(self, epoch: str, url: str) -> Instance | None:
         """Return the instance with this epoch, or else the one at ``url``; None if the router has neither."""
@@ -137,9 +137,9 @@ class Fleet:
         earlier attempts. They come after others, because the earlier attempt may still be ending there, with the same
         rid.
         """
-        prefills, decodes, workers = (self.healthy(role) for role in (Role.PREFILL, Role.DECODE, Role.WORKER))
+        prefills, decodes, workers = (self.healthy(role) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED))
         fresh_prefills, fresh_decodes, fresh_workers = (
-            [i for i in self.in_rotation(role) if i not in failed] for role in (Role.PREFILL, Role.DECODE, Role.WORKER)
+            [i for i in self.in_rotation(role) if i not in failed] for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)
         )
         fresh_prefills, fresh_decodes = (
             [i for i in group if i not in tried] or group for group in (fresh_prefills, fresh_decodes)
@@ -147,13 +147,13 @@ class Fleet:
         if fresh_prefills and fresh_decodes:
             pair = self._pair(fresh_prefills, fresh_decodes, request)
             target = pair.prefill if _spares_its_decode(pair) else pair
-            worker = self._policies[Role.WORKER].choose(fresh_workers, request) if fresh_workers else None
+            worker = self._policies[Role.UNIFIED].choose(fresh_workers, request) if fresh_workers else None
             return worker if worker is not None and _queued(worker) < _queued(target) else target
         if fresh_workers:
-            return self._policies[Role.WORKER].choose(fresh_workers, request)
+            return self._policies[Role.UNIFIED].choose(fresh_workers, request)
         if prefills and decodes:
             return self._pair(fresh_prefills or prefills, fresh_decodes or decodes, request)
-        return self._policies[Role.WORKER].choose(workers, request) if workers else None
+        return self._policies[Role.UNIFIED].choose(workers, request) if workers else None
 
     def _pair(self, prefills: Sequence[Instance], decodes: Sequence[Instance], request: RequestBody) -> Pair:
         prefill = self._policies[Role.PREFILL].choose(prefills, request)

@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class Role(StrEnum):
-    """The kind of work that an instance gets."""
+    """The kind of work that an instance gets. The values are labels of metrics."""
 
     PREFILL = "prefill"
     DECODE = "decode"
-    WORKER = "worker"
+    UNIFIED = "worker"
 
 
 class HealthState(StrEnum):
@@ -87,7 +87,7 @@ class Asked(Protocol):
         """
 
 
-ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "unified": Role.WORKER}
+ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "unified": Role.UNIFIED}
 """Role by the word that an instance reports."""
 
 
@@ -97,7 +97,7 @@ class Instance:
 
     url: str
     role: Role
-    """Role given by the options. A member of pairs can change it by its own report."""
+    """Current role: at first the one given by the options, then the one that the instance reports."""
     bootstrap_port: int | None = None
     """Bootstrap port of a prefill, if the options give one."""
     report: HealthReport = field(default_factory=HealthReport)
@@ -107,11 +107,17 @@ class Instance:
     in_flight: int = 0
     """Requests that it was sent and has not answered, legs of a pair included."""
     prompt_tokens: int = 0
-    """Tokens of the prompts that it was sent and, as far as the router can tell, has not finished."""
+    """Prompt tokens that it has to compute, until its answer begins or, at a pair's prefill, ends. 0 at a decode.
+
+    Counted when a leg is sent, so choices made in the same turn of the event loop do not see it yet.
+    """
     handed_over_tokens: int = 0
     """Part of ``prompt_tokens`` that it computes for decodes."""
     answers: int = 0
-    """Requests that it was sent for their whole answer, or for the part after the first token."""
+    """Requests that it was sent for their whole answer, or for the part after the first token.
+
+    Counted as soon as the instance is chosen, so the next choice sees it.
+    """
     requests: int = 0
     """Requests that it was ever sent."""
     failures: int = 0
@@ -211,7 +217,7 @@ class Instance:
         before, self.report = self.report, report
         self._answers_at_report = self.answers if answers is None else answers
         self._take_role(before)
-        if report.role == "unified" and report.bootstrap_port is None and self.role is not Role.WORKER:
+        if report.role == "unified" and report.bootstrap_port is None and self.role is not Role.UNIFIED:
             return "it exchanges no KV: start it with --handover on, or name it by --worker"
         return None
 
@@ -222,7 +228,7 @@ class Instance:
         or "decode" before. Then it becomes a worker.
         """
         role = ROLES.get(self.report.role, self.named)
-        if role is Role.WORKER and before.role not in ("prefill", "decode"):
+        if role is Role.UNIFIED and before.role not in ("prefill", "decode"):
             role = self.role
         if role is not self.role:
             logger.info("%s says that it is %s", self, self.report.role)

@@ -78,7 +78,8 @@ LABELS = ("url", "leg")
 METRICS: Metrics[RouterMetrics] = (
     counter(
         "pdserve_router_responses_total",
-        "Answers of any kind; 499: the client left before there was one.",
+        "Answers of any kind, by the status they began with: 200 for a stream that ends with an error event. 499: the "
+        "client left before there was one.",
         lambda m: m.access_counts.by_labels(),
         "method",
         "path",
@@ -121,7 +122,7 @@ METRICS: Metrics[RouterMetrics] = (
     ),
     gauge(
         "pdserve_router_instance_waiting_prompt_tokens",
-        "Prompt tokens that an instance was sent and, as far as the router can tell, has not computed.",
+        "Prompt tokens that an instance has to compute, as far as the router can tell. 0 at the decode of a pair.",
         _each(lambda i: i.prompt_tokens),
         *LABELS,
     ),

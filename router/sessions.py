@@ -136,5 +136,5 @@ class SessionEndpoints:
 
     def _in_order(self) -> list[Instance]:
         """Return the healthy instances: workers first, then decodes, then prefills."""
-        order = (Role.WORKER, Role.DECODE, Role.PREFILL)
+        order = (Role.UNIFIED, Role.DECODE, Role.PREFILL)
         return sorted(self._fleet.healthy(), key=lambda instance: order.index(instance.role))

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-class PlacementError(ValueError):
+class ThreadPlacementError(ValueError):
     """``--threads`` and ``--cpus`` ask for what this process can't have; the message says what would do."""
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """Parse a list of cores like "0,2-3", and keep its order; raises ``PlacementError``."""
+    """Parse a list of cores like "0,2-3", and keep its order; raises ``ThreadPlacementError``."""
     cpus: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise PlacementError(f'--cpus {text}: "{part}" is neither a core nor a range; write it like 0,2-3')
+            raise ThreadPlacementError(f'--cpus {text}: "{part}" is neither a core nor a range; write it like 0,2-3')
         cores = range(int(first), int(last if dash else first) + 1)
         if not cores:
-            raise PlacementError(f'--cpus {text}: "{part}" runs backwards')
+            raise ThreadPlacementError(f'--cpus {text}: "{part}" runs backwards')
         cpus.extend(cores)
     if len(set(cpus)) != len(cpus):
-        raise PlacementError(f"--cpus {text}: name each core once")
+        raise ThreadPlacementError(f"--cpus {text}: name each core once")
     return tuple(cpus)
 
 

@@ -64,7 +64,7 @@ class PromptTransfer:
 
     req: Req
     decode: DecodeSide
-    request: TransferRequest
+    transfer_request: TransferRequest
     run: PageRun
     """Pages of the prompt that the decode asked for, by group."""
     next_page: int
@@ -93,7 +93,7 @@ class KVSender:
     req: Req | None = None
     """The client's request."""
     decode: DecodeSide | None = None
-    request: TransferRequest | None = None
+    transfer_request: TransferRequest | None = None
     """The decode's request for the KV."""
     transfer: PromptTransfer | None = None
     """The transfer. Set from QUEUED on."""

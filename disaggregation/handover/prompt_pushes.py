@@ -50,7 +50,7 @@ class PromptPushes:
         if transfer.hold is None:
             transfer.hold = pinned.pin(req)
         src = pinned.pages_in(transfer.hold, run, start, end)
-        request = transfer.request
+        request = transfer.transfer_request
         theirs = zip(request.dst_pages, run.places(start, end), strict=True)
         dst = [pack_i32(unpack_i32(pages)[part]) for pages, part in theirs]
         transfer.next_page = max(start, end)
@@ -126,7 +126,7 @@ class PromptPushes:
             self._finish_if_whole(sender, transfer)
 
     def _finish_if_whole(self, sender: KVSender, transfer: PromptTransfer) -> None:
-        req, request, sent = transfer.req, transfer.request, transfer.sent
+        req, request, sent = transfer.req, transfer.transfer_request, transfer.sent
         peer, handover = transfer.decode.peer, transfer.decode.handover
         if not transfer.computed or sent is None or sender.state is SenderState.DRAINING:
             return

@@ -135,7 +135,7 @@ class SenderTable:
     def on_forecast_request(self, peer: Peer, msg: ForecastRequest, now: float) -> None:
         """Send a forecast of the first token's time to a decode, now or as soon as the client's request is here."""
         sender = self._opened(peer, msg.handover, 0, now)
-        if sender is not None and sender.asks is None and sender.request is None:
+        if sender is not None and sender.asks is None and sender.transfer_request is None:
             sender.asks = True
             self.estimates.tell(sender, now)
 
@@ -149,7 +149,7 @@ class SenderTable:
         sender = self.rooms.get(handover.room)
         if self._rooms.is_over(handover) or (sender is not None and sender.is_of_another(handover)):
             return
-        if sender is not None and sender.request is not None:
+        if sender is not None and sender.transfer_request is not None:
             self._rooms.drain(sender, 409, "the decode instance declined what it had asked for")
             return
         req = sender.req if sender is not None else None
@@ -212,13 +212,13 @@ class SenderTable:
         If the two do not fit, or the decode asks twice, the hand-over fails.
         """
         known = self.rooms.get(msg.handover.room)
-        if known is not None and known.handover == msg.handover and known.request is not None:
+        if known is not None and known.handover == msg.handover and known.transfer_request is not None:
             self._rooms.drain(known, 409, f"bootstrap_room {known.room} was asked for twice")
             return
         sender = self._opened(peer, msg.handover, sum(map(len, msg.dst_pages)), now)
         if sender is None:
             return
-        sender.request = msg
+        sender.transfer_request = msg
         self.estimates.is_decided(sender)
         self._try_start(sender, now)
 
@@ -232,7 +232,12 @@ class SenderTable:
         """
         self._rooms.set_time(now)
         sender = self.rooms.get(msg.handover.room)
-        if sender is None or sender.peer is not peer or sender.handover != msg.handover or sender.request is None:
+        if (
+            sender is None
+            or sender.peer is not peer
+            or sender.handover != msg.handover
+            or sender.transfer_request is None
+        ):
             return  # it crossed the end of the room, or an abort; the decode learns of these by other messages
         req = sender.req
         begun = sender.state not in (SenderState.BOOTSTRAPPING, SenderState.QUEUED)
@@ -240,7 +245,7 @@ class SenderTable:
         begun = begun or (req is not None and self._epoch < peer.epoch and self._scheduler.planner.claims.asks_for(req))
         if not begun:
             sender.state, sender.withdrawn = SenderState.BOOTSTRAPPING, True
-            sender.request, sender.transfer = None, None
+            sender.transfer_request, sender.transfer = None, None
             if req is not None:
                 self._scheduler.peer_requests.take_back(req)
             else:
@@ -249,7 +254,7 @@ class SenderTable:
         peer.send(Withdrawn(peer.epoch, msg.handover, begun=begun))
 
     def _try_start(self, sender: KVSender, now: float) -> None:
-        req, request, decode = sender.req, sender.request, sender.decode
+        req, request, decode = sender.req, sender.transfer_request, sender.decode
         if req is None:
             return
         if request is None or decode is None:

@@ -12,7 +12,7 @@ import logging
 import os
 
 from ...runtime.machine.topology import Machine
-from .placement import Placement, prefer_memory_of
+from .placement import ThreadPlacement, prefer_memory_of
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ MOST_THREADS = 8
 """Maximum threads of torch on the host: they load weights and compute little besides."""
 
 
-def beside_gpu(placement: Placement, *, named: bool) -> Placement:
+def beside_gpu(placement: ThreadPlacement, *, named: bool) -> ThreadPlacement:
     """Return ``placement`` changed for a process that computes on a GPU: at most ``MOST_THREADS`` threads, none bound.
 
     ``named``: whether ``--cpus`` names the cores. The threads then stay on these, and else may run on all cores that

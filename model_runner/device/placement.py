@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...messages.worker import MachineUse
-from ...runtime.cpu_list import PlacementError, format_cores, parse_cpus
+from ...runtime.cpu_list import ThreadPlacementError, format_cores, parse_cpus
 from ...runtime.machine.choose_cores import ComputeCores, compute_cores, quota_note, within_quota
 from ...runtime.machine.memory import Memory
 from ...runtime.machine.topology import Machine
@@ -54,7 +54,7 @@ SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 MPOL_PREFERRED = 1
 
 
-class Placement(NamedTuple):
+class ThreadPlacement(NamedTuple):
     """``cpus``: the core of each of the ``threads`` compute threads, None for no binding. ``allowed``: all cores.
 
     ``home``: the cores that the compute threads stay on. ``node``: the NUMA node of all of these, None where there is
@@ -86,13 +86,13 @@ class Placement(NamedTuple):
         return CROWDED_SPIN_US if self.is_crowded else SPIN_US
 
 
-def plan_placement(threads: int | None, cpus: str | None, machine: Machine) -> Placement:
+def plan_placement(threads: int | None, cpus: str | None, machine: Machine) -> ThreadPlacement:
     """Return how many compute threads run on which cores of ``machine``; change nothing yet.
 
-    ``threads``, ``cpus``: values of ``--threads`` and ``--cpus``, None to choose. Raises ``PlacementError``.
+    ``threads``, ``cpus``: values of ``--threads`` and ``--cpus``, None to choose. Raises ``ThreadPlacementError``.
     """
     if threads is not None and threads < 1:
-        raise PlacementError(f"--threads {threads}: at least one thread computes")
+        raise ThreadPlacementError(f"--threads {threads}: at least one thread computes")
     if cpus is not None:
         return _bound(threads, cpus, machine)
     choice = compute_cores(machine)
@@ -104,13 +104,13 @@ def plan_placement(threads: int | None, cpus: str | None, machine: Machine) -> P
     return _placement(count, tuple(sorted(cores)) if takes_all else None, cores, machine, notes)
 
 
-def _bound(threads: int | None, cpus: str, machine: Machine) -> Placement:
+def _bound(threads: int | None, cpus: str, machine: Machine) -> ThreadPlacement:
     cores = parse_cpus(cpus)
     if not machine.allowed.issuperset(cores):
-        raise PlacementError(f"--cpus {cpus}: this process may use only cores {sorted(machine.allowed)}")
+        raise ThreadPlacementError(f"--cpus {cpus}: this process may use only cores {sorted(machine.allowed)}")
     count = threads or within_quota(len(cores), machine.quota)
     if count > len(cores):
-        raise PlacementError(f"--threads {count} do not fit --cpus {cpus}: compute threads share no core")
+        raise ThreadPlacementError(f"--threads {count} do not fit --cpus {cpus}: compute threads share no core")
     return _placement(count, cores[:count], frozenset(cores[:count]), machine, ["--cpus says so"])
 
 
@@ -133,7 +133,7 @@ def _home(choice: ComputeCores, threads: int | None, machine: Machine, notes: li
 
 def _placement(
     threads: int, cpus: tuple[int, ...] | None, home: frozenset[int], machine: Machine, notes: list[str]
-) -> Placement:
+) -> ThreadPlacement:
     nodes = [node for node, cores in machine.nodes.items() if cores & home]
     node = nodes[0] if len(nodes) == 1 < len(machine.nodes) else None
     if machine.quota is not None:
@@ -142,10 +142,10 @@ def _placement(
     if node is not None:
         where += f" of NUMA node {node}"
     reason = f"{threads} compute thread{'s' * (threads > 1)} {where}: {', '.join(notes)}"
-    return Placement(threads, cpus, machine.allowed, home, node, machine.quota, reason)
+    return ThreadPlacement(threads, cpus, machine.allowed, home, node, machine.quota, reason)
 
 
-def machine_use(placement: Placement, memory: Memory) -> MachineUse:
+def machine_use(placement: ThreadPlacement, memory: Memory) -> MachineUse:
     """Return the threads, cores and memory that ``/server_info`` and the start-up line report for this worker.
 
     ``memory``: that of the host, within this process's control groups.
@@ -165,7 +165,7 @@ def machine_use(placement: Placement, memory: Memory) -> MachineUse:
     )
 
 
-def confine(placement: Placement) -> None:
+def confine(placement: ThreadPlacement) -> None:
     """Restrict the calling thread, and all that it starts later, to the compute cores; prefer their node's memory.
 
     If compute threads are crowded, also tell OpenMP by an environment variable not to spin.
@@ -202,7 +202,7 @@ def prefer_memory_of(node: int) -> None:
         log.info("memory of NUMA node %d can't be asked for: %s", node, os.strerror(ctypes.get_errno()))
 
 
-def bind_calling_thread(placement: Placement) -> None:
+def bind_calling_thread(placement: ThreadPlacement) -> None:
     """Bind the calling thread, which becomes the C++ engine's first compute thread, to the placement's first core.
 
     Do nothing if threads are not bound.
@@ -211,11 +211,11 @@ def bind_calling_thread(placement: Placement) -> None:
         os.sched_setaffinity(0, {placement.cpus[0]})
 
 
-def start_torch_threads(placement: Placement) -> list[int]:
+def start_torch_threads(placement: ThreadPlacement) -> list[int]:
     """Start torch's pool of ``placement.threads`` threads, the caller included, and bind each to its own core.
 
     Return the kernel's ids of the bound threads, the calling one first. If threads are not bound, only set their number
-    and return []. Raises ``PlacementError`` if torch starts another number of threads.
+    and return []. Raises ``ThreadPlacementError`` if torch starts another number of threads.
     """
     # Imported here: OpenMP reads the process's cores when it is loaded, which must come after ``confine``.
     import torch
@@ -227,7 +227,7 @@ def start_torch_threads(placement: Placement) -> list[int]:
     torch.ones(placement.threads * PARALLEL_GRAIN).sin_()
     pool = sorted(_threads() - before)
     if len(pool) != placement.threads - 1:
-        raise PlacementError(f"torch started {len(pool)} threads where {placement.threads - 1} were expected")
+        raise ThreadPlacementError(f"torch started {len(pool)} threads where {placement.threads - 1} were expected")
     bound = [threading.get_native_id(), *pool]
     for thread, cpu in zip(bound, placement.cpus, strict=True):
         os.sched_setaffinity(thread, {cpu})
@@ -235,7 +235,7 @@ def start_torch_threads(placement: Placement) -> list[int]:
 
 
 @contextmanager
-def floating(placement: Placement) -> Iterator[None]:
+def floating(placement: ThreadPlacement) -> Iterator[None]:
     """Let the calling thread, and threads that it starts within the context, run on all cores allowed at start-up.
 
     The calling thread returns to its own cores at the end; the others keep all.

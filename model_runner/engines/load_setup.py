@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Threads:
-    """Where the calling thread computes; see ``Placement``."""
+    """Where the calling thread computes; see ``ThreadPlacement``."""
 
     spin_us: int = SPIN_US
     cpus: tuple[int, ...] | None = None

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from ...runtime.cpu_list import PlacementError, parse_cpus
+from ...runtime.cpu_list import ThreadPlacementError, parse_cpus
 from ...runtime.machine.choose_cores import compute_cores
 from ...runtime.machine.topology import Machine
 from ...runtime.ranks import RankPlace
-from ..device.placement import Placement, plan_placement
+from ..device.placement import ThreadPlacement, plan_placement
 
 
-def plan_rank_placement(threads: int | None, cpus: str | None, machine: Machine, place: RankPlace) -> Placement:
+def plan_rank_placement(threads: int | None, cpus: str | None, machine: Machine, place: RankPlace) -> ThreadPlacement:
     """Return which cores the compute threads of one rank use, beside the other ranks of its host.
 
-    ``threads`` and ``cpus``: options for all ranks of this host together, None to choose. Raises ``PlacementError``.
+    ``threads`` and ``cpus``: options for all ranks of this host together, None to choose. Raises
+    ``ThreadPlacementError``.
     """
     ranks = place.local_size
     if ranks == 1:
         return plan_placement(threads, cpus, machine)
     if threads is not None and threads < ranks:
-        raise PlacementError(f"--threads {threads}: each of {ranks} ranks needs one")
+        raise ThreadPlacementError(f"--threads {threads}: each of {ranks} ranks needs one")
     own_threads = None if threads is None else threads // ranks
     quota = None if machine.quota is None else machine.quota / ranks
     if cpus is not None:
@@ -40,7 +41,7 @@ def plan_rank_placement(threads: int | None, cpus: str | None, machine: Machine,
 def _own_cpus(cpus: str, place: RankPlace) -> str:
     cores, ranks = parse_cpus(cpus), place.local_size
     if len(cores) < ranks:
-        raise PlacementError(f"--cpus {cpus}: {len(cores)} cores are too few for {ranks} ranks")
+        raise ThreadPlacementError(f"--cpus {cpus}: {len(cores)} cores are too few for {ranks} ranks")
     each = len(cores) // ranks
     return ",".join(map(str, cores[place.local * each : (place.local + 1) * each]))
 

@@ -109,7 +109,7 @@ class MixedCampaign(Campaign):
     ) -> None:
         # The router says which leg an instance is meant to be: its role may change before the request arrives.
         leg = "prefill" if node.network.bootstrap_port == port else "decode"
-        where = Bootstrap(HOST, port, room, vouched=node.sealed, leg=leg)
+        where = Bootstrap(HOST, port, room, trusted=node.sealed, leg=leg)
         messages = self._requests.messages(rid, prompt, max_new_tokens, where)
         for msg in messages:
             self.world.answers[msg.rid] = self.world.answers[rid]

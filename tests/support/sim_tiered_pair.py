@@ -42,9 +42,9 @@ class TieredPair(SimPair):
     def make_side(self, mode: str, window: SimWindow, **changes) -> TieredSide:
         return TieredSide(self, mode, window, self.host_pages, **changes)
 
-    def submit(self, *args, vouched: bool = True, **kwargs) -> None:
+    def submit(self, *args, trusted: bool = True, **kwargs) -> None:
         """Submit a request as a router of the cluster does. Its output may be shared with all users."""
-        super().submit(*args, vouched=vouched, **kwargs)
+        super().submit(*args, trusted=trusted, **kwargs)
 
     def moves(self):
         """Return everything that could happen next, including the work of the stores."""

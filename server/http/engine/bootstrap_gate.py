@@ -81,7 +81,7 @@ class BootstrapGate:
                 )
         return ""
 
-    def vouched(self, fields: RequestFields) -> bool:
+    def trusted(self, fields: RequestFields) -> bool:
         """Return whether the bootstrap addresses of ``fields`` are signed by a router or in ``--allow-bootstrap``.
 
         ``refusal`` must have allowed them. It also allows loopback addresses without a cluster secret, and all

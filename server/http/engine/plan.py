@@ -155,7 +155,7 @@ def name_requests(
     else:
         rooms = per_prompt("bootstrap_room", fields.bootstrap_room, size, batch)
     named = fields.bootstrap_host is not None
-    namings, refusal, vouched = [], gate.refusal(fields) if named else "", named and gate.vouched(fields)
+    namings, refusal, trusted = [], gate.refusal(fields) if named else "", named and gate.trusted(fields)
     for rid, key, host, port, room in zip(rids, keys, hosts, ports, rooms, strict=True):
         if (host is None) != (room is None):
             missing, given = (
@@ -165,7 +165,7 @@ def name_requests(
         bootstrap = None
         if host is not None and room is not None:
             leg = fields.bootstrap_leg or ""
-            bootstrap = Bootstrap(host, port or gate.default_port, room, refusal, vouched, leg)
+            bootstrap = Bootstrap(host, port or gate.default_port, room, refusal, trusted, leg)
         namings.append(Naming(rid, bootstrap, key or default_key or ""))
     return namings
 

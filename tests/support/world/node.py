@@ -263,7 +263,7 @@ class Node:
         """Submit a client's leg of a request. ``bootstrap_port`` is that of its prefill."""
         msg = make_generate(rid, prompt, room=room, **kwargs)
         msg = msgspec.structs.replace(
-            msg, bootstrap=Bootstrap(HOST, bootstrap_port, room, vouched=self.sealed), arrival=self.world.now
+            msg, bootstrap=Bootstrap(HOST, bootstrap_port, room, trusted=self.sealed), arrival=self.world.now
         )
         self.admit(msg)
 

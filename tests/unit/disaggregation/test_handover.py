@@ -153,9 +153,9 @@ def test_kv_of_an_unconfirmed_source_is_for_its_own_requests_only():
     pair.submit("a", range(33), 1, max_new_tokens=4)
     run_until_idle(pair)
     memory = pair.decode.scheduler.memory
-    for rid, vouched, host, expected in (("b", False, "elsewhere", 0), ("c", True, "p", 0), ("d", False, "p", 32)):
+    for rid, trusted, host, expected in (("b", False, "elsewhere", 0), ("c", True, "p", 0), ("d", False, "p", 32)):
         msg = make_generate(rid, range(33), max_new_tokens=4, room=9)
-        where = msgspec.structs.replace(msg.bootstrap, host=host, vouched=vouched)
+        where = msgspec.structs.replace(msg.bootstrap, host=host, trusted=trusted)
         pair.decode.scheduler.arrivals.admit(msgspec.structs.replace(msg, bootstrap=where), pair.now)
         assert memory.prefix_len(pair.decode.scheduler.reqs[rid]) == expected, rid
         pair.decode.scheduler.abort(AbortReq(rid))

@@ -135,7 +135,7 @@ def test_what_was_refused_once_is_over_whatever_comes_behind(why, monkeypatch):
     pair.submit("b", range(9), 1, legs=("prefill",))
     senders.on_abort(pair.peer, Abort("prefill", name, "late"), pair.now)
     assert senders.rooms[1].state is SenderState.AHEAD  # it has nothing else to compute
-    assert senders.rooms[1].request is None
+    assert senders.rooms[1].transfer_request is None
 
 
 def test_both_legs_are_told_where_a_name_is_used_again_too_soon():
@@ -234,7 +234,7 @@ def test_messages_about_an_earlier_attempt_do_nothing_to_the_next():
 def test_an_abort_that_the_prefill_hears_first_is_an_abort_here_too():
     pair, rng = SimPair(), random.Random(3)
     pair.submit("a", range(30), 1, max_new_tokens=4)
-    while pair.prefill.senders.rooms[1].request is None:
+    while pair.prefill.senders.rooms[1].transfer_request is None:
         rng.choice(pair.moves())()
     pair.prefill.scheduler.abort(AbortReq("a", "by the test"))
     run_until_idle(pair)

@@ -163,6 +163,6 @@ def test_a_stranger_takes_no_room_of_another_decode():
     senders.on_abort(stranger, Abort("prefill", named(7, epoch="stranger"), "mine"), pair.now)
     senders.on_gone(stranger)
     assert senders.rooms[7].peer is pair.peer
-    assert senders.rooms[7].request is None
+    assert senders.rooms[7].transfer_request is None
     assert senders.rooms[7].failure is None
     assert [m.status for m in stranger.unsent if isinstance(m, TransferFailed)] == [409]  # told once

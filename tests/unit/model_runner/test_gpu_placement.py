@@ -12,7 +12,7 @@ import torch
 
 from pdserve.model_runner import start_model
 from pdserve.model_runner.device.gpu_placement import MOST_THREADS, beside_gpu, stay_near
-from pdserve.model_runner.device.placement import Placement, plan_placement
+from pdserve.model_runner.device.placement import ThreadPlacement, plan_placement
 from pdserve.model_runner.engines import load
 from pdserve.model_runner.engines.load_setup import Threads
 from pdserve.runtime.machine.control_groups import SystemTree
@@ -70,7 +70,7 @@ def test_the_launching_thread_stays_near_the_gpu(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("has_cuda", [True, False])
 def test_a_worker_is_placed_by_what_it_computes_on(monkeypatch: pytest.MonkeyPatch, has_cuda: bool) -> None:
     """A host may have a GPU that its torch knows nothing of."""
-    placed: list[tuple[str, Placement | int | None]] = []
+    placed: list[tuple[str, ThreadPlacement | int | None]] = []
 
     def load_model(options, threads, ranks, weights_source) -> SimpleNamespace:
         threads.start_torch()

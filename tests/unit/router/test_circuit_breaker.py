@@ -117,7 +117,7 @@ def test_who_is_to_blame():
 
 
 def test_what_counts_against_an_instance():
-    instance = Instance("http://w", Role.WORKER)
+    instance = Instance("http://w", Role.UNIFIED)
 
     def charged(error):
         for i in range(FAILURES):

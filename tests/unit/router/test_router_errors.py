@@ -20,7 +20,7 @@ ERROR = {
     "status": 400,
 }
 EVENT_OF_IT = b'data: {"error": ' + json.dumps(ERROR).encode() + b"}\n\n"
-WORKER = Instance("http://w", Role.WORKER)
+WORKER = Instance("http://w", Role.UNIFIED)
 
 
 def error_event(text: str) -> dict:

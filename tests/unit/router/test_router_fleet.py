@@ -82,7 +82,7 @@ def test_at_most_half_of_a_role_is_out_of_rotation_and_its_only_instance_never()
         instance.breaker.ask(9)
     assert fleet.in_rotation(Role.DECODE) == [d0, d2]
     assert fleet.in_rotation(Role.PREFILL) == [p1]
-    assert fleet.in_rotation(Role.WORKER) == [w]
+    assert fleet.in_rotation(Role.UNIFIED) == [w]
     assert {chosen(fleet)[0] for _ in range(4)} == {"prefill1"}
     # Half of those that are there.
     fleet.set_state(d1, HealthState.UNHEALTHY, "gone")

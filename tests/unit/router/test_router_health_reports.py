@@ -35,7 +35,7 @@ def test_who_exchanges_no_kv_is_no_half_of_a_pair(role, port, fits):
         problem = Instance("http://a:1", work).learn(report)
         assert (problem is None) == fits
         assert fits or "--handover on" in problem
-    assert Instance("http://a:1", Role.WORKER).learn(report) is None
+    assert Instance("http://a:1", Role.UNIFIED).learn(report) is None
 
 
 def test_a_bootstrap_port_that_the_prefill_does_not_know_is_reported_once(caplog):
@@ -95,8 +95,8 @@ def test_who_becomes_unified_takes_whole_requests():
     for role, expected in (
         ("unified", Role.PREFILL),
         ("decode", Role.DECODE),
-        ("unified", Role.WORKER),
-        ("unified", Role.WORKER),
+        ("unified", Role.UNIFIED),
+        ("unified", Role.UNIFIED),
         ("prefill", Role.PREFILL),
     ):
         assert instance.learn(HealthReport("one", role, "", 9444)) is None

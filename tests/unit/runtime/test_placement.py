@@ -12,7 +12,7 @@ from support.machine import limit
 
 from pdserve.model_runner.device.placement import CROWDED_SPIN_US, SPIN_US, bind_calling_thread, plan_placement
 from pdserve.model_runner.ranks.rank_placement import plan_rank_placement
-from pdserve.runtime.cpu_list import PlacementError, format_cores, parse_cpus, parse_kernel_list
+from pdserve.runtime.cpu_list import ThreadPlacementError, format_cores, parse_cpus, parse_kernel_list
 from pdserve.runtime.machine.topology import Machine, read_machine
 from pdserve.runtime.ranks import RankPlace
 
@@ -33,7 +33,7 @@ def test_lists_are_written_as_they_are_read() -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "1-", "-1", "3-1", "1,1", "0-2,1", "1-2-3"])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(PlacementError, match="--cpus"):
+    with pytest.raises(ThreadPlacementError, match="--cpus"):
         parse_cpus(text)
 
 
@@ -151,9 +151,9 @@ def test_ranks_of_a_host_have_cores_of_their_own(box, threads, cpus, ranks, thre
 def test_more_ranks_than_cores_take_turns() -> None:
     placements = [plan_rank_placement(None, None, machine(2), RankPlace(rank, 3)) for rank in range(3)]
     assert {(p.threads, p.home, p.cpus, p.spin_us) for p in placements} == {(1, frozenset({0, 1}), None, 1)}
-    with pytest.raises(PlacementError, match="too few for 3 ranks"):
+    with pytest.raises(ThreadPlacementError, match="too few for 3 ranks"):
         plan_rank_placement(None, "0-1", machine(2), RankPlace(0, 3))
-    with pytest.raises(PlacementError, match="each of 3 ranks needs one"):
+    with pytest.raises(ThreadPlacementError, match="each of 3 ranks needs one"):
         plan_rank_placement(1, None, machine(2), RankPlace(0, 3))
 
 
@@ -167,7 +167,7 @@ def test_a_quota_bounds_the_default_on_named_cores() -> None:
     ("threads", "cpus", "named"), [(3, "0-1", "--threads 3"), (None, "4", r"\[0, 1, 2, 3\]"), (0, None, "0")]
 )
 def test_what_can_t_be_had_is_refused(threads: int | None, cpus: str | None, named: str) -> None:
-    with pytest.raises(PlacementError, match=named):
+    with pytest.raises(ThreadPlacementError, match=named):
         plan_placement(threads, cpus, machine())
 
 

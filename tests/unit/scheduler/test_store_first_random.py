@@ -51,7 +51,7 @@ def attack(seed: int) -> tuple[int, int]:
             talk = rng.randrange(len(talks))
             rid = f"{life}.{turn}"
             prompts[rid] = list(talks[talk])
-            pair.submit(rid, prompts[rid], 1 + turn, vouched=rng.random() < 0.8, max_new_tokens=rng.randint(1, 6))
+            pair.submit(rid, prompts[rid], 1 + turn, trusted=rng.random() < 0.8, max_new_tokens=rng.randint(1, 6))
             talks[talk] = (talks[talk] + reference_output(talks[talk], 5) + [rng.randrange(97)])[:90]
             for _ in range(rng.randint(0, 150)):
                 rng.choice(pair.moves())()
