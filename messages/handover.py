@@ -38,6 +38,8 @@ DURATIONS = (
 
 Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+ErrorStatus = Annotated[int, Meta(ge=400, le=599)]
+"""HTTP status of an error."""
 Checksum = Annotated[int, Meta(ge=0)]
 """An xxh3_64 checksum; the wire format itself limits it to 64 bits."""
 MAX_SLICES = 1 << 16
@@ -99,11 +101,16 @@ class Welcome(Message):
     epoch: Epoch
 
 
-class Refused(Message):
-    """Either way: the pair cannot exchange pages, for this reason."""
+class Refused(Message, omit_defaults=True):
+    """Either way: the pair cannot exchange pages, for this reason.
+
+    The usual status is left out, because an instance of another version must be able to read why it is refused.
+    """
 
     epoch: Epoch
     reason: Reason
+    status: ErrorStatus = 409
+    """HTTP status of requests that need the pair: 409 if it can never exchange pages, 503 if it may do so later."""
 
 
 class TransferRequest(Message):
@@ -221,7 +228,7 @@ class TransferFailed(Message):
 
     epoch: Epoch
     handover: HandoverId
-    status: Annotated[int, Meta(ge=400, le=599)]
+    status: ErrorStatus
     reason: Reason
 
 

@@ -29,8 +29,8 @@ class Membership(Protocol):
     def close(self, reason: str) -> None:
         """Disconnect from all peers, and accept no new ones until ``open``; ``is_closed`` tells when that is complete.
 
-        Peers do not learn ``reason``: it is logged, and is the error of requests that would need a peer. New peers are
-        hung up on without a message. No hand-over may be open.
+        New peers are refused for ``reason``. It is also logged, and is the error of requests that would need a peer. No
+        hand-over may be open.
         """
 
     @property

@@ -51,10 +51,9 @@ class InstanceMembership:
         self._network.withdraw()
 
     def close(self, reason: str) -> None:
-        """Suspend the registration and disconnect all peers. New peers are hung up on, without a message, until
-        ``open``.
+        """Suspend the registration and disconnect all peers. New peers are refused for ``reason`` until ``open``.
 
-        ``reason`` goes to the log and into errors of requests that need a peer. Data links may go down later.
+        ``reason`` also goes to the log and into errors of requests that need a peer. Data links may go down later.
         """
         self._network.pause()
         self._peers.close(reason)

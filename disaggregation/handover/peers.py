@@ -110,7 +110,7 @@ class Peers:
         self._beat_at = 0.0
         self._refusals = port.refusals
         self.closed: str | None = None
-        """Why new peers are turned away. None while they are accepted."""
+        """Why new peers are refused. None while they are accepted."""
 
     def peer_at(self, host: str, port: int, now: float, *, want: bool = True) -> Peer:
         """Return the peer behind a bootstrap address, in any state; if unknown, make it and begin to look it up.
@@ -127,9 +127,9 @@ class Peers:
         return peer
 
     def close(self, reason: str) -> None:
-        """Disconnect all peers. New ones are hung up on, without a message, until ``closed`` is None again.
+        """Disconnect all peers. New ones are refused for ``reason`` until ``closed`` is None again.
 
-        ``reason`` is logged, and is the error of requests that need one of the peers.
+        ``reason`` is also logged, and is the error of requests that need one of the peers.
         """
         self.closed = reason
         for peer in list(self.table.all()):
@@ -231,10 +231,10 @@ class Peers:
             if identity in self.table.by_connection:
                 self._lost(self.table.by_connection[identity], reason, now)
 
-    def _lost(self, peer: Peer, reason: str, now: float) -> None:
-        """Handle a lost connection: end the peer, or use the connection that it made while we dialled it."""
+    def _lost(self, peer: Peer, reason: str, now: float, status: int = 503) -> None:
+        """Handle a lost or refused connection: end the peer, or use the one that it made while we dialled it."""
         if peer.state is not PeerState.GREETING or peer.spare is None:
-            self._gone(peer, reason)
+            self._gone(peer, reason, status)
             return
         self._leave_connection(peer)
         self._accept(peer, peer.spare.connection, peer.spare.hello, now)
@@ -245,16 +245,11 @@ class Peers:
         if own is not None:
             self._answered(own, hello, problem, now)
             return
-        if self.closed is not None and problem is None:
-            # No Refused message, because that is final. An instance that tries again finds no registration, or this
-            # instance open again.
-            self._refusals.add(f"hung up on instance {hello.sender}: {self.closed}")
-            self._port.drop(identity)
-            return
-        problem = problem or self._intrusion(hello)
+        status = 503 if problem is None and self.closed is not None else 409
+        problem = problem or self.closed or self._intrusion(hello)
         if problem is not None:
             self._refusals.add(f"refused instance {hello.sender}: {problem}")
-            self._port.send(identity, [Refused(hello.sender, shown(problem, REASON_CHARS))])
+            self._port.send(identity, [Refused(hello.sender, shown(problem, REASON_CHARS), status)])
             return
         peer = self.table.known(hello.sender)
         if peer is not None and peer.state is PeerState.GREETING:
@@ -329,7 +324,7 @@ class Peers:
         elif peer is None:
             self._refusals.add(f"dropped {type(message).__name__} of an instance that is not connected")
         elif isinstance(message, Refused):
-            self._gone(peer, f"it refused this instance: {shown(message.reason)}", 409)
+            self._lost(peer, f"it refused this instance: {shown(message.reason)}", now, message.status)
         elif peer.state is PeerState.OPEN and isinstance(message, Invite | Welcome):
             if self._directions.on_message(peer, message):
                 self._advance(peer, now)

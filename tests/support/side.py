@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+from collections.abc import Sequence
 from typing import Any
 
 from pdserve.disaggregation.bootstrap.registration import Reached, Registration
@@ -35,9 +36,9 @@ def make_worker(metadata: bytes = b"mine") -> WorkerReady:
 class Side:
     """Peers of the instance ``epoch``. ``commands``: to its worker; ``heard``: messages about hand-overs."""
 
-    def __init__(self, epoch: str = "P") -> None:
+    def __init__(self, epoch: str = "P", keys: Sequence[bytes] = ()) -> None:
         self.epoch = epoch
-        self.port = ControlPort("127.0.0.1")
+        self.port = ControlPort("127.0.0.1", keys=keys)
         self.commands: list[Message] = []
         self.heard: list[Any] = []
         self.gone: list[tuple[str, str]] = []

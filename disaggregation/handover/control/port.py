@@ -104,7 +104,9 @@ class _Dialled(_Accepted):
         if isinstance(end, ProtocolBroken):
             return f"the instance at {self._place} broke the protocol: {end}"
         if self.cipher.unanswered:
-            return f"it hung up at {self._place} before it said anything: has it another --cluster-secret-file?"
+            return (
+                f"it hung up at {self._place} before it said Hello; its log says why (another --cluster-secret-file?)"
+            )
         return "it closed the connection or died"
 
 

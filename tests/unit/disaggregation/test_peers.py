@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import closing
 from typing import get_args
 
 import msgspec
@@ -15,6 +16,7 @@ from support.side import LIMIT, Side, make_worker
 
 from pdserve.disaggregation.bootstrap.finder import REACH_SECONDS
 from pdserve.disaggregation.bootstrap.registration import Reached
+from pdserve.disaggregation.handover.control.port import ControlPort, read_messages
 from pdserve.disaggregation.handover.kv_directions import WORKER_SECONDS
 from pdserve.disaggregation.handover.local_instance import LocalInstance
 from pdserve.disaggregation.handover.peer import PeerState, Reading, Writing
@@ -28,6 +30,7 @@ from pdserve.messages.handover import (
     Hello,
     Invite,
     Progress,
+    Refused,
     RoomQueued,
     ToReceiver,
     ToSender,
@@ -340,6 +343,41 @@ def test_a_dial_that_fails_leaves_the_connection_that_the_other_made(sides, how)
     until(sides, lambda: there.readable and back.readable)
     assert a.gone == b.gone == []
     assert states(a) == states(b) == [(OPEN, READ, WRITTEN)]
+
+
+@pytest.mark.parametrize("keys", [[], [b"k" * 32]], ids=["open", "sealed"])
+def test_an_instance_that_is_closed_says_so_and_is_found_again(keys):
+    with closing(Side("a", keys)) as a, closing(Side("b", keys)) as b:
+        b.peers.close("its memory was given back")
+        peer = a.ask_for(b)
+        until((a, b), lambda: peer.gone)
+        assert (peer.status, peer.reason) == (503, "it refused this instance: its memory was given back")
+        b.peers.closed = None
+        again = a.ask_for(b)
+        until((a, b), lambda: again.readable)
+
+
+@pytest.mark.parametrize("status", [409, 503])
+def test_a_refused_dial_leaves_the_connection_that_the_other_made(sides, status):
+    """An instance may refuse a Hello, and dial once it takes peers again, before its refusal is read."""
+    a, b = sides
+    with closing(ControlPort("127.0.0.1")) as closed:
+        there = a.peers.peer_at("p", 1, a.now)
+        a.peers.on_found("p", 1, Reached(b.registration(control_port=closed.port), "127.0.0.1"), a.now)
+        back = b.ask_for(a)
+        until(sides, lambda: there.spare is not None)
+        heard: list[int] = []
+
+        def greeted():
+            for side in sides:
+                side.turn()
+            heard.extend(identity for identity, _ in read_messages(closed))
+            return heard
+
+        wait_until(greeted, LIMIT, "its Hello has arrived")
+        closed.send(heard[0], [Refused("a", "its memory was given back", status)])
+        until(sides, lambda: there.readable and back.readable)
+    assert a.gone == b.gone == []
 
 
 def test_a_hello_of_an_earlier_try_replaces_no_peer(sides):
