@@ -426,6 +426,7 @@ class SendProgress(Message):
 class GrantPages(Message):
     """Scheduler → worker: ``peer`` may write these pages of our pools, until ``RevokePages`` of this hand-over.
 
+    Not answered, unless the pages can't be granted: then ``PagesVerified`` says why.
     ``order``, ``checksum``: as in ``VerifyPages``, for devices, where pages are hashed and converted on arrival.
     """
 
@@ -461,10 +462,15 @@ class VerifyPages(Message):
 
 
 class PagesVerified(Message):
-    """Worker → scheduler: whether the landed pages are the sender's. They are in our own order now."""
+    """Worker → scheduler: whether the landed pages are the sender's. They are in our own order now.
+
+    Without a ``VerifyPages`` before, it says that the pages could not be granted.
+    """
 
     handover: HandoverId
     ok: bool
+    error: str = ""
+    """Why the pages could not be granted or checked. Empty if they were checked."""
 
 
 SendCommand = ConnectPeer | SendPages | CancelSend

@@ -291,14 +291,19 @@ class ReceiverTable:
     def on_verified(self, event: PagesVerified, now: float) -> None:
         """Handle the worker's result of checking arrived pages: the request starts, or its hand-over fails.
 
-        With ``--kv-debug`` their hashes are compared first.
+        With ``--kv-debug`` their hashes are compared first. The hand-over also fails if its pages could not be granted.
         """
         receiver = self.rooms.get(event.handover.room)
-        if receiver is None or receiver.handover != event.handover or receiver.check is None:
+        if receiver is None or receiver.handover != event.handover:
+            return
+        if receiver.check is None:
+            # The prefill can't write there, and would be waited for until the link or the hand-over times out.
+            receiver.granted = False
+            self._fail(receiver, 500, f"this instance can't receive the KV: {event.error}")
             return
         debug, check = self._scheduler.memory.debug, receiver.check
         if not debug.enabled or not event.ok:
-            self._checked(receiver, check, "" if event.ok else "checksum mismatch", now)
+            self._checked(receiver, check, "" if event.ok else event.error or "checksum mismatch", now)
             return
         first, pages = receiver.whole_pages(self._scheduler.memory.pool.page_size)
         done = partial(self._checked, receiver, check)

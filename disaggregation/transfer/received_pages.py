@@ -43,7 +43,7 @@ class ReceivedPages:
         """Checksums of received pages that are on a device, until they are checked or revoked."""
 
     def grant(self, command: GrantPages) -> None:
-        """Let a peer write pages for a hand-over. If the pages are invalid, log that and grant none."""
+        """Let a peer write pages for a hand-over. If the pages are invalid, grant none and report that at once."""
         try:
             granted = self._pools.unpack(command.pages, "destination")
             landed = None
@@ -52,6 +52,7 @@ class ReceivedPages:
                 landed = PageChecksums(self._layout, command.order, numbers, summed=summed)
         except (BadPages, ValueError) as e:
             log.error("can't grant room %d its pages: %s", command.handover.room, e)
+            self._emit(PagesVerified(command.handover, ok=False, error=str(e)))
             return
         if landed is not None:
             self._landed[command.handover] = landed
@@ -87,7 +88,7 @@ class ReceivedPages:
             check = make_check(command, landed, passed)
         except (BadPages, ValueError) as e:
             log.error("can't verify room %d: %s", command.handover.room, e)
-            self._emit(PagesVerified(command.handover, ok=False))
+            self._emit(PagesVerified(command.handover, ok=False, error=str(e)))
             return
         self._checks.append(check)
 

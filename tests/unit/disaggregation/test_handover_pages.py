@@ -16,7 +16,7 @@ from pdserve.messages.handover import (
 )
 from pdserve.messages.outputs import FinishType
 from pdserve.messages.requests import AbortReq
-from pdserve.messages.worker import ForwardStep, SendEnded, VerifyPages
+from pdserve.messages.worker import ForwardStep, GrantPages, PagesVerified, SendEnded, VerifyPages
 
 
 def test_aborted_destination_is_not_reused_before_the_prefill_has_let_go():
@@ -52,6 +52,29 @@ def test_pages_that_the_worker_still_checks_are_not_reused(how: str) -> None:
     assert in_use >= len(unpack_i32(check.pages[0])) * pair.decode.options.page_size
     pair.check()
     run_until_idle(pair)
+    assert_all_returned(pair)
+
+
+@pytest.mark.parametrize("has_first_token", [False, True])
+def test_a_hand_over_with_pages_that_can_not_be_granted_ends_at_once(has_first_token: bool) -> None:
+    pair, rng = SimPair(), random.Random(3)
+    pair.submit("a", range(30), 1, max_new_tokens=4)
+    grants, commands = [], pair.decode.to_transfer.messages
+    while not grants or (has_first_token and not pair.decode.tokens.get("a")):
+        if commands and isinstance(commands[0], GrantPages):
+            grants.append(commands.popleft())
+        else:
+            rng.choice(pair.moves())()
+    pair.decode.receivers.on_verified(PagesVerified(grants[0].handover, ok=False, error="no page -1"), pair.now)
+    if has_first_token:
+        run_until_idle(pair)
+        assert pair.decode.receivers.recomputed == 1
+        assert pair.decode.tokens["a"] == reference_output(range(30), 4)
+    else:
+        pair.collect()
+        end = pair.decode.ends["a"]
+        assert (end.status, end.message) == (500, "this instance can't receive the KV: no page -1")
+        run_until_idle(pair)
     assert_all_returned(pair)
 
 

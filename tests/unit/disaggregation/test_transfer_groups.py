@@ -130,7 +130,8 @@ def test_each_group_lands_in_its_own_pool_and_is_checked_there(make_pair):
     without = [piece for piece in slices if piece.group == 0]
     for checked, ok in ((slices, True), (slices[::-1], True), (swapped, False), (unknown, False), (without, False)):
         assert owner.ask(VerifyPages(named(1), packed(DST), checked)) == PagesVerified(named(1), ok)
-    assert owner.ask(VerifyPages(named(1), packed(DST[:1]), slices)) == PagesVerified(named(1), ok=False)
+    groups = "landed pages of 1 groups where there are 2"
+    assert owner.ask(VerifyPages(named(1), packed(DST[:1]), slices)) == PagesVerified(named(1), ok=False, error=groups)
     owner.pools[1][8, -1] ^= 1
     assert owner.ask(VerifyPages(named(1), packed(DST), slices)) == PagesVerified(named(1), ok=False)
 

@@ -85,7 +85,8 @@ def test_pages_of_another_order_are_ours_once_they_are_verified(make_node, monke
     assert not np.array_equal(expected, before)
     assert np.array_equal(node.pool, expected)
     blind.submit(VerifyPages(named(4), [pack_i32([1])], summed(blind, [1]), "tokens"))
-    assert blind.next() == PagesVerified(named(4), False)
+    unknown = "pages in the order 'tokens', and nothing is known of our own"
+    assert blind.next() == PagesVerified(named(4), ok=False, error=unknown)
 
 
 LAYERS = 4
@@ -233,6 +234,19 @@ def test_impossible_pages_fail_their_room_only(pair, src, dst):
     assert writer.next().error
     assert np.array_equal(receiver.pool, before)
     writer.submit(send(2, [1], [1]))
+    assert writer.next().error is None
+
+
+def test_pages_that_can_not_be_granted_are_reported_at_once(pair):
+    writer, receiver = pair
+    for room, page in ((1, 0), (2, PAGES)):
+        receiver.engine.submit(GrantPages(named(room), "P", [pack_i32([page])]))
+        outside = f"a destination page lies outside of 1 … {PAGES - 1}"
+        assert receiver.next() == PagesVerified(named(room), ok=False, error=outside)
+    receiver.engine.submit(GrantPages(named(3), "P", []))
+    groups = "destination pages of 0 groups where there are 1"
+    assert receiver.next() == PagesVerified(named(3), ok=False, error=groups)
+    writer.submit(send(4, [1], [1]))
     assert writer.next().error is None
 
 
