@@ -141,7 +141,7 @@ class Detokenizer:
             chars = [*piece.chars, *[0] * (tokens - piece.tokens)]
             logprobs = self._names.named(item.logprobs[:tokens], chars)
         prompt = None if item.prompt is None else self._names.prompt(item.prompt)
-        report = output.reasoning if finish is not None or item.init is not None else None
+        report = output.reasoning if finish is not None else output.new_reasoning()
         return ReqText(item.rid, text, ids[:tokens], finish, meta, logprobs, prompt, report)
 
     def _end(self, output: Output, item: ReqTokens, text: ReqText, finish: FinishReason, started: float) -> None:

@@ -43,6 +43,10 @@ class Output(ABC):
         """
         return None
 
+    def new_reasoning(self) -> ReasoningReport | None:
+        """Return ``reasoning`` if it has changed since the last call, otherwise None."""
+        return None
+
     @abstractmethod
     def advance(self, item: ReqTokens) -> ReqText:
         """Decode an item that has only tokens. The result has a finish if they complete a stop string."""
@@ -97,11 +101,14 @@ class ReasonedOutput(PlainOutput):
         """Return whether the prompt ended within reasoning, and the number of reasoning tokens so far."""
         return self._watch.report
 
+    def new_reasoning(self) -> ReasoningReport | None:
+        """Return ``reasoning`` if it has changed since the last call, otherwise None."""
+        return self._watch.new_report()
+
     def advance(self, item: ReqTokens) -> ReqText:
-        """Decode an item. The result has a reasoning report only if the item is the request's first one."""
+        """Decode an item. The result has a reasoning report if the item is the first one or changes the report."""
         text = self.read(item.token_ids).text
-        report = self.reasoning if item.init is not None else None
-        return ReqText(item.rid, text, item.token_ids, meta=item.meta, reasoning=report)
+        return ReqText(item.rid, text, item.token_ids, meta=item.meta, reasoning=self.new_reasoning())
 
     def read(self, token_ids: Sequence[int]) -> DecodedText:
         """Decode tokens in one call once the reasoning is over, and until then one at a time to find its end."""
@@ -132,21 +139,24 @@ class StoppableOutput(Output):
         """Return the state of the reasoning so far; None for a format without reasoning."""
         return self._watch.report
 
+    def new_reasoning(self) -> ReasoningReport | None:
+        """Return ``reasoning`` if it has changed since the last call, otherwise None."""
+        return self._watch.new_report()
+
     def advance(self, item: ReqTokens) -> ReqText:
         """Decode the tokens of an item, up to a stop string.
 
         If one is found, the result ends before it, has a finish, and leaves out the tokens after the match.
         The result has the item's meta and a reasoning report if there is a match, or if it is the
-        request's first item.
+        request's first item. It also has a report if the item changes the report.
         """
         piece = self.read_each(item.token_ids)
         if piece.matched is not None:
             finish = FinishReason(FinishType.STOP, piece.matched)
             shown = item.token_ids[: piece.tokens]
             return ReqText(item.rid, piece.text, shown, finish, item.meta, reasoning=self.reasoning)
-        if item.init is None:
-            return ReqText(item.rid, piece.text, item.token_ids)
-        return ReqText(item.rid, piece.text, item.token_ids, meta=item.meta, reasoning=self.reasoning)
+        meta = item.meta if item.init is not None else None
+        return ReqText(item.rid, piece.text, item.token_ids, meta=meta, reasoning=self.new_reasoning())
 
     def read(self, token_ids: Sequence[int]) -> DecodedText:
         """Decode tokens one at a time, as ``read_each`` does: each of them may complete a stop string."""

@@ -12,7 +12,7 @@ from ..messages.sampling import begins_open
 class ReasoningWatch:
     """Reads the text of an answer token by token, until its reasoning is over."""
 
-    __slots__ = ("_begin", "_end", "_is_open", "_text", "begins_open", "is_over", "tokens")
+    __slots__ = ("_begin", "_end", "_is_open", "_reported", "_text", "begins_open", "is_over", "tokens")
 
     def __init__(self, begin: str, end: str, prompt_tail: str) -> None:
         """Begin before the first token of an answer.
@@ -29,6 +29,7 @@ class ReasoningWatch:
         self.tokens = 0
         """Tokens of the reasoning so far."""
         self._is_open = self.begins_open
+        self._reported: ReasoningReport | None = None
 
     @property
     def report(self) -> ReasoningReport | None:
@@ -37,6 +38,13 @@ class ReasoningWatch:
         It is None for a format without reasoning.
         """
         return ReasoningReport(self.begins_open, self.tokens) if self._begin else None
+
+    def new_report(self) -> ReasoningReport | None:
+        """Return ``report`` if it has changed since the last call, otherwise None."""
+        if self._reported is not None and self._reported.tokens == self.tokens:
+            return None
+        self._reported = self.report
+        return self._reported
 
     def feed(self, text: str) -> None:
         """Count one more output token, and look for the beginning and the end of the reasoning.

@@ -235,7 +235,7 @@ class ReqText(msgspec.Struct, array_like=True):
     """New text of one request; ``token_ids`` are the tokens released with it (a stop string cuts both).
 
     ``prompt`` comes once, where it is wanted. ``reasoning`` comes with the first and the last text of an answer in
-    a format with reasoning.
+    a format with reasoning, and with each text that changes it.
     """
 
     rid: str

@@ -183,7 +183,7 @@ class ItemRenderer:
         """Encode what is new of a choice as one server-sent event: a ``ReqText`` in JSON, without the request's id."""
         choice = delta.choice
         prompt, logprobs = choice.prompt if delta.is_first else None, delta.logprobs or None
-        item = ReqText("", delta.text, delta.token_ids, delta.finish, choice.meta, logprobs, prompt)
+        item = ReqText("", delta.text, delta.token_ids, delta.finish, choice.meta, logprobs, prompt, choice.reasoning)
         return DATA_PREFIX + msgspec.json.encode(item) + EVENT_END
 
     def last_events(self, choices: list[Choice]) -> bytes:

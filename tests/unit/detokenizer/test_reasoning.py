@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from pdserve.detokenizer.request_decoder import ByteDecoders, WindowDecoders
@@ -46,7 +48,14 @@ def test_tokens_of_reasoning_are_counted(
     assert "".join(out.text for out in outs) == text
     assert outs[-1].reasoning == report
     assert outs[0].reasoning.begins_open == report.begins_open
-    assert [out.reasoning for out in outs[1:-1]] == [None] * len(outs[1:-1])
+    known, counts = -1, []
+    for out, shown in zip(outs, itertools.accumulate(map(len, pieces)), strict=True):
+        counts.append(-1 if out.reasoning is None else out.reasoning.tokens)
+        assert counts[-1] != known or out is outs[-1]
+        known = counts[-1] if counts[-1] >= 0 else known
+        # Without reasoning, tokens count only as long as they may begin it.
+        may_begin = "<think>".startswith(text[:shown])
+        assert known == (min(shown, report.tokens) if report.tokens else shown * may_begin)
     assert len(detokenizer) == 0
 
 

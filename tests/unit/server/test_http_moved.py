@@ -429,6 +429,39 @@ def test_an_error_of_a_peer_keeps_what_it_says():
     assert "too late" in error["message"]
 
 
+@pytest.mark.parametrize("how_it_ends", ["there", "by name"])
+def test_the_reasoning_of_a_relayed_answer_is_counted_to_its_end(how_it_ends):
+    output = "<think>Rome.</think>So"
+    body = {"messages": [USER], "rid": "x", "stream": True, "stream_options": {"include_usage": True}}
+
+    def say(engine: FakeEngine, two: Two, rid: str, first: int, last: int, finish: FinishType | None = None) -> None:
+        item = engine.text(two.old.requests[0], output[first:last], list(range(first, last)), finish)
+        item.rid, item.reasoning = rid, ReasoningReport(False, min(last, 20))
+        engine.client.dispatch([TextBatch([item])])
+
+    async def run(two: Two) -> None:
+        asked = two.ask(CHAT, body, {})
+        await two.old.wait_for(lambda: bool(two.old.requests))
+        say(two.old, two, "x", 0, 3)
+        two.new.client.dispatch([ReqArrived("x@1", KEY, 1.0, 3)])
+        say(two.new, two, "x@1", 0, 3)
+        two.old.client.dispatch([ReqMoved("x", "epoch", "127.0.0.1", two.ports[1], KEY)])
+        say(two.new, two, "x@1", 3, 9)
+        choice = two.old.client.moved._relays["x"].choice
+        while choice.completion_tokens < 9:
+            await asyncio.sleep(0)
+        if how_it_ends == "there":
+            say(two.new, two, "x@1", 9, len(output), FinishType.STOP)
+        else:
+            await two.ask("/abort_request", {"rid": "x"}, {})
+        lines = [line for line in (await asked).text.splitlines() if line.startswith("data: {")]
+        usage = json.loads(lines[-1][6:])["usage"]
+        expected = (len(output), 20) if how_it_ends == "there" else (9, 9)
+        assert (usage["completion_tokens"], usage["completion_tokens_details"]["reasoning_tokens"]) == expected
+
+    scene(run, QWEN)()
+
+
 def test_calls_and_reasoning_go_on_where_the_answer_does():
     """Whatever the character after which it moves, both halves of the stream add up to the whole answer."""
     output = f"<think>\nRome.\n</think>\n\nSo:\n{CALL}\n{CALL.replace('Rome', 'Bari')} done"
