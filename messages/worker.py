@@ -29,7 +29,6 @@ KVOrder = Literal["tokens", "blocks"]
 tokens as the CPU kernels multiply them (``cpu_engine/src/kv_blocks.h``). It is the same on every processor.
 """
 
-
 KVKind = Literal["mha", "mla", "sparse"]
 """What a layer stores for a token.
 
@@ -341,9 +340,7 @@ class AdmitPeer(Message):
     peer: str
     """Epoch of the peer."""
     link: int
-    """Number of the link, among the links to all peers. The scheduler sends the next one for a peer only after the
-    ``PeerLinkDown`` of the last.
-    """
+    """Number of the link, among those to all peers. A peer's next link comes after the ``PeerLinkDown`` of its last."""
 
 
 class ConnectPeer(Message):
@@ -426,7 +423,6 @@ class SendProgress(Message):
 class GrantPages(Message):
     """Scheduler → worker: ``peer`` may write these pages of our pools, until ``RevokePages`` of this hand-over.
 
-    Not answered, unless the pages can't be granted: then ``PagesVerified`` says why.
     ``order``, ``checksum``: as in ``VerifyPages``, for devices, where pages are hashed and converted on arrival.
     """
 
@@ -462,15 +458,12 @@ class VerifyPages(Message):
 
 
 class PagesVerified(Message):
-    """Worker → scheduler: whether the landed pages are the sender's. They are in our own order now.
-
-    Without a ``VerifyPages`` before, it says that the pages could not be granted.
-    """
+    """Worker → scheduler: whether the landed pages are the sender's. They are in our own order now."""
 
     handover: HandoverId
     ok: bool
     error: str = ""
-    """Why the pages could not be granted or checked. Empty if they were checked."""
+    """Why the pages could not be granted (without a ``VerifyPages``) or checked. Empty if they were checked."""
 
 
 SendCommand = ConnectPeer | SendPages | CancelSend
