@@ -186,7 +186,7 @@ class WindowPages:
         self._promised += span.promised
         self.committed += span.committed - before
 
-    def room(self, span: WindowSpan, start: int) -> int:
+    def writable_len(self, span: WindowSpan, start: int) -> int:
         """Return how many tokens, at least 1, a step can write from position ``start`` on without pages of others."""
         return (self._first_page(start) + self._longest(span)) * self.page_size - start
 
@@ -438,7 +438,7 @@ class NoWindows:
     def promise(self, span: WindowSpan, num_tokens: int) -> None:
         """Do nothing: no request needs window pages."""
 
-    def room(self, span: WindowSpan, start: int) -> int:
+    def writable_len(self, span: WindowSpan, start: int) -> int:
         """Return more tokens than any prompt has: window pages limit no step."""
         return sys.maxsize
 

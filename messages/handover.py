@@ -74,9 +74,9 @@ class Hello(Message):
 
     epoch: Epoch
     sender: Annotated[str, Meta(min_length=1, max_length=128)]
-    """The author's epoch."""
+    """Epoch of this message's author, which is not always the sender of KV."""
     link: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
-    """Number that grows with each attempt of ``sender`` to reach ``epoch``."""
+    """Number that grows with each attempt of ``sender`` to reach ``epoch``; it is also that of the data link."""
     version: int
     fingerprint: Annotated[str, Meta(max_length=128)]
     layout: KVLayout

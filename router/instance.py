@@ -114,7 +114,7 @@ class Instance:
     handed_over_tokens: int = 0
     """Part of ``prompt_tokens`` that it computes for decodes."""
     answers: int = 0
-    """Requests that it was sent for their whole answer, or for the part after the first token.
+    """Prompts that it was sent for their whole answer, or for the part after the first token; a batch counts each.
 
     Counted as soon as the instance is chosen, so the next choice sees it.
     """
@@ -238,7 +238,8 @@ class Instance:
     def computing(self, tokens: int, *, for_decode: bool = False) -> Iterator[Callable[[], None]]:
         """Count a prompt of ``tokens`` as waiting here until the block ends, or the yielded function is called.
 
-        ``for_decode``: the prompt's KV goes to another instance, which decodes.
+        ``for_decode``: the prompt's KV goes to another instance, which decodes. A prompt that this instance declines is
+        no longer counted anywhere, though the decode computes it.
         """
         waiting = tokens
 

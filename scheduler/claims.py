@@ -239,7 +239,7 @@ class Claims:
         passed, left = NO_RESERVE, MOST_PASSED
         for req in self.eligible(now):
             if req.route is not Route.INCOMING:
-                passed = passed.plus(self._memory.room.needs([req]))
+                passed = passed.plus(self._memory.headroom.needs([req]))
                 left -= 1
                 if not left or passed.slots > self._memory.pool.obtainable:
                     break
@@ -366,7 +366,7 @@ class Claims:
         slots = held + memory.pool.pages_up(req.known_len) + max(self._outgoing.values())
         is_within = slots <= memory.pool.max_total_tokens and len(others) + 2 <= memory.pool.num_rows
         given = sum(hold_of(one.req).window.committed for one in without)
-        return is_within and memory.room.could_promise_one_more(req, given)
+        return is_within and memory.headroom.could_promise_one_more(req, given)
 
     def _fits(self, req: Req, gone: Collection[Reservation]) -> bool:
         """Return whether the request could have memory if the reservations ``gone`` were given back."""
@@ -378,8 +378,8 @@ class Claims:
         if req is self.starved:
             return memory.pool.obtainable + given.slots >= memory.pool.page_size
         if req.route is not Route.INCOMING:
-            return memory.room.could_admit(req, NO_RESERVE, given)
-        return self._is_within_limit(req, gone) and memory.room.could_admit(req, self.reserve(req, gone), given)
+            return memory.headroom.could_admit(req, NO_RESERVE, given)
+        return self._is_within_limit(req, gone) and memory.headroom.could_admit(req, self.reserve(req, gone), given)
 
     def _is_yielding(self, req: Req) -> bool:
         """Return whether a revoked claim must wait for the one it was revoked for. If not, forget the revocation."""
@@ -396,7 +396,9 @@ class Claims:
         claim = self._held_for
         if claim is None:
             return False
-        if self._lacks_memory(claim) and (now < self._held_until or self._memory.room.could_admit(claim, NO_RESERVE)):
+        if self._lacks_memory(claim) and (
+            now < self._held_until or self._memory.headroom.could_admit(claim, NO_RESERVE)
+        ):
             return True
         self._held_for = None
         return False

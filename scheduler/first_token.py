@@ -134,11 +134,11 @@ class FirstTokenForecast:
         awaited = len(planner.arriving) > (req.rid in planner.arriving)
         start = int(depth)
         patience = 1
-        piece = budget.fitting(budget.room(decodes, awaited=awaited, refused=0), decodes, start, tokens)
+        piece = budget.fitting(budget.allowance(decodes, awaited=awaited, refused=0), decodes, start, tokens)
         if piece <= 0:  # only every ``PATIENCE``-th step
             patience = PATIENCE
-            room = budget.room(decodes, awaited=awaited, refused=PATIENCE - 1)
-            piece = max(budget.fitting(room, decodes, start, tokens), LEAST_PIECE)
+            allowance = budget.allowance(decodes, awaited=awaited, refused=PATIENCE - 1)
+            piece = max(budget.fitting(allowance, decodes, start, tokens), LEAST_PIECE)
         step = self._model.estimate(decodes.with_piece(max(0, int(depth - piece / 2)), piece)) + self._model.overhead_ms
         others = (patience - 1) * (self._model.estimate(decodes) + self._model.overhead_ms)
         return tokens / piece * (step + others)

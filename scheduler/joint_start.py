@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from .estimates.cost_model import CostModel, StepShape
 from .policies.by_remaining import left_of
 from .req import Req, Route
-from .step_budget import StepBudget, StepRoom
+from .step_budget import StepAllowance, StepBudget
 
 MOST_SECONDS, MOST_TIMES = 4.0, 16.0
 """Latest first token of a request that is held, after its arrival: seconds, and a multiple of its own prompt's time.
@@ -42,15 +42,15 @@ class JointStart:
         self._budget = budget
         self._model = model
 
-    def holds(self, room: StepRoom, prompts: Iterable[Req], now: float) -> bool:
-        """Return whether the step with this ``room`` should leave the last token of each prompt to a later step.
+    def holds(self, allowance: StepAllowance, prompts: Iterable[Req], now: float) -> bool:
+        """Return whether the step with this ``allowance`` should leave the last token of each prompt to a later step.
 
         So no request begins to decode yet, and the prompts that follow are computed faster. ``prompts``: those to
         compute here, in order, as far as they may have memory.
         """
-        if self._budget.itl is None or not self._budget.may_cut or room.is_timed:
+        if self._budget.itl is None or not self._budget.may_cut or allowance.is_timed:
             return False
-        token_ms = self._step_ms(StepShape(), room.tokens) / room.tokens
+        token_ms = self._step_ms(StepShape(), allowance.tokens) / allowance.tokens
         ready: list[Req] = []
         shortest = total = 0
         latest = needed = math.inf
@@ -59,7 +59,7 @@ class JointStart:
                 return False
             left = left_of(req)
             total += left
-            if total <= room.tokens:
+            if total <= allowance.tokens:
                 ready.append(req)
                 shortest = min(shortest or req.total_len, req.total_len)
                 own_seconds = req.total_len * token_ms / 1000
@@ -80,8 +80,8 @@ class JointStart:
         ``token_ms``: milliseconds of a prompt token without decodes. Return 1000 if no piece would fit beside them.
         """
         decodes = StepShape(len(ready), sum(req.total_len for req in ready))
-        room = self._budget.room(decodes, awaited=False, refused=0)
-        piece = self._budget.fitting(room, decodes, 0, room.tokens)
+        allowance = self._budget.allowance(decodes, awaited=False, refused=0)
+        piece = self._budget.fitting(allowance, decodes, 0, allowance.tokens)
         if piece <= 0:
             return 1e3
         return self._step_ms(decodes, piece) / piece / token_ms

@@ -20,8 +20,8 @@ from ..mem_cache.window_pages import Windows
 from ..messages.base import I32
 from ..messages.kv_debug import PagesHashed
 from .kv_debug import Debug, NoDebug, Place
+from .kv_headroom import KVHeadroom
 from .kv_pool import KVPool, make_windows
-from .kv_room import KVRoom
 from .memory_terms import PoolSizes, Reserve
 from .options import SchedulerOptions
 from .pinned_memory import PinnedMemory
@@ -48,7 +48,7 @@ class KVMemory:
         self.tiers, self.debug = tiers or NoTiers(), debug or NoDebug()
         windows = windows or make_windows(options, sizes)
         self.pool = KVPool(options, sizes, context_length, windows, watchers)
-        self.room = KVRoom(self.pool, self.tiers)
+        self.headroom = KVHeadroom(self.pool, self.tiers)
         self.pinned = PinnedMemory(self.pool, self.tiers, self.debug)
         self._worth = -1 if options.schedule_low_priority_values_first else 1
 
@@ -192,7 +192,7 @@ class KVMemory:
         What is not saved or cached will be recomputed.
         """
         hold = hold_of(req)
-        if kept := self.room.kept_len(req):
+        if kept := self.headroom.kept_len(req):
             self.tiers.keep(req, self.pool.pages(hold, 0, kept))
         self.finish(req)
 

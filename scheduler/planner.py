@@ -101,12 +101,12 @@ class StepPlanner:
         if self.waiting.has_ranks:
             self.retraction.preempt(now)
         stuck = self._plan_decodes(builder, now)
-        room = self.budget.room(builder.shape, awaited=stuck or bool(self.arriving))
-        room.add_copies(self._memory.tiers.copies.new_ms())
-        self._memory.tiers.copies.pace.limit_loads(room.forward_ms - self._model.estimate(builder.shape))
-        pieces = PromptPieces(builder, room, self.budget, self._memory)
+        allowance = self.budget.allowance(builder.shape, awaited=stuck or bool(self.arriving))
+        allowance.add_copies(self._memory.tiers.copies.new_ms())
+        self._memory.tiers.copies.pace.limit_loads(allowance.forward_ms - self._model.estimate(builder.shape))
+        pieces = PromptPieces(builder, allowance, self.budget, self._memory)
         self._plan_prompts(pieces, now)
-        room.add_copies(self._memory.tiers.copies.new_ms())
+        allowance.add_copies(self._memory.tiers.copies.new_ms())
         prefilled = pieces.prefilled
         self._note_stuck(now, nothing=not len(builder))
         if not len(builder):
@@ -115,9 +115,9 @@ class StepPlanner:
         self._memory.pool.newest_step = self._step_id
         estimate_ms = self._model.estimate(builder.shape)
         promise = None
-        if prefilled and room.is_timed and self.budget.itl is not None:
-            promise = self.budget.itl.promise(estimate_ms + room.copy_ms, room.limit_ms)
-        step_estimate = StepEstimate(builder.shape, estimate_ms, promise, room.copy_ms)
+        if prefilled and allowance.is_timed and self.budget.itl is not None:
+            promise = self.budget.itl.promise(estimate_ms + allowance.copy_ms, allowance.limit_ms)
+        step_estimate = StepEstimate(builder.shape, estimate_ms, promise, allowance.copy_ms)
         message, in_flight = builder.build(self._step_id, now, self._rows.take(), step_estimate)
         if (window_pages := self._memory.pool.windows.take_changes()).size:
             message.window_pages = pack_i32(window_pages)
@@ -234,7 +234,7 @@ class StepPlanner:
         Return whether a request could not continue for lack of memory that hand-overs hold.
         """
         reqs = [r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens]
-        reqs = self._memory.room.growable(reqs)
+        reqs = self._memory.headroom.growable(reqs)
         is_short = False
         while reqs:
             slots = self._memory.grow(reqs)
@@ -249,7 +249,7 @@ class StepPlanner:
             reqs.remove(victim)
             # A hand-over that reads the victim's pages keeps them. Retraction would free nothing and cost a recompute,
             # so the victim waits.
-            if self._memory.room.is_pinned(victim):
+            if self._memory.headroom.is_pinned(victim):
                 is_short = True
             else:
                 self.retraction.retract(victim, now)
@@ -262,7 +262,7 @@ class StepPlanner:
             return
         if waiting.has_ranks:
             begun.sort(key=waiting.rank)
-        pieces.holds_last = self.joint_start.holds(pieces.room, self._alike(begun, now), now)
+        pieces.holds_last = self.joint_start.holds(pieces.allowance, self._alike(begun, now), now)
         self._add_pieces(pieces, begun, now)
         if pieces.holds_last and not pieces.prefilled:
             # No other request can start: there is no memory, or a prefix is loaded first.
@@ -314,7 +314,7 @@ class StepPlanner:
     def _begin(self, req: Req, candidates: Generator[Req], pieces: PromptPieces, now: float) -> Req | None:
         """Give the request memory and its first piece. Return the next candidate.
 
-        Return None if this one gets no memory, so that no other request overtakes it, or if the step has no more room.
+        Return None if this one gets no memory, so that no other request overtakes it, or if the allowance is used up.
         """
         if not self._memory.admit(req, self.claims.reserve(req), prefix_limit=req.longest_reusable_prefix):
             candidates.close()

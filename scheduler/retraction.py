@@ -58,15 +58,17 @@ class Retraction:
         # again.
         if (req := self._claims.first(now)) is None:
             return
-        room, rank, reserve = self._memory.room, self._waiting.rank(req), self._claims.reserve(req)
+        headroom, rank, reserve = self._memory.headroom, self._waiting.rank(req), self._claims.reserve(req)
         below = [
             r
             for r in self._running.values()
-            if r.state is ReqState.RUNNING and self._waiting.rank(r) - rank > self._threshold and not room.is_pinned(r)
+            if r.state is ReqState.RUNNING
+            and self._waiting.rank(r) - rank > self._threshold
+            and not headroom.is_pinned(r)
         ]
-        if not below or not room.could_admit(req, NO_RESERVE, room.gives(below)):
+        if not below or not headroom.could_admit(req, NO_RESERVE, headroom.gives(below)):
             return
-        while below and not room.could_admit(req, reserve):
+        while below and not headroom.could_admit(req, reserve):
             victim = self.choose(below)
             below.remove(victim)
             self.preemptions += 1
@@ -97,10 +99,10 @@ def choose_victim(reqs: Sequence[Req], memory: KVMemory, rank: Callable[[Req], i
     others = [req for req in reqs if req is not oldest] or [oldest]
 
     def cost(req: Req) -> tuple[int, Fraction, float, str]:
-        private = memory.room.private_len(req)
+        private = memory.headroom.private_len(req)
         pages = memory.pool.pages_up(private) // memory.pool.page_size
         shared = hold_of(req).kv_len - private
-        again = max(1, req.total_len - max(shared, memory.room.kept_len(req)))
+        again = max(1, req.total_len - max(shared, memory.headroom.kept_len(req)))
         # Retracting a request that frees nothing does not help, whatever it costs.
         return -rank(req), Fraction(again, pages) if pages else Fraction(1 << 62), -req.times.fcfs_time, req.rid
 

@@ -41,7 +41,7 @@ PATIENCE = 4
 
 
 @dataclass(slots=True)
-class StepRoom:
+class StepAllowance:
     """Room that a step has left for prompts.
 
     ``limit_ms``: promised to requests that wait for it; infinite if none do.
@@ -67,7 +67,7 @@ class StepRoom:
         self.forward_ms -= ms
 
     def close(self) -> None:
-        """Set the room to 0 tokens, so that no prompt gets a further piece."""
+        """Set the allowance to 0 tokens, so that no prompt gets a further piece."""
         self.tokens = 0
 
     def take(self, tokens: int) -> None:
@@ -77,7 +77,7 @@ class StepRoom:
 
 
 class StepBudget:
-    """Gives each step its room.
+    """Gives each step its allowance.
 
     ``may_cut``: whether a prompt may be computed in pieces. ``itl``: None without a promise.
     """
@@ -124,8 +124,8 @@ class StepBudget:
         limits = {"itl_ms": itl_ms, "ttft_target_ms": target_ms, "alone_ms": alone_ms}
         return cls(model, min(chunk, most), by_role, role, may_cut=True, **limits)
 
-    def room(self, decodes: StepShape, *, awaited: bool, refused: int | None = None) -> StepRoom:
-        """Return the room for prompts, in tokens and time, of a step with these ``decodes``.
+    def allowance(self, decodes: StepShape, *, awaited: bool, refused: int | None = None) -> StepAllowance:
+        """Return the allowance for prompts, in tokens and time, of a step with these ``decodes``.
 
         ``awaited``: whether other requests with a first token wait for the step, too. ``refused``: how many steps
         before it had no room for prompts; None for the actual number. After ``PATIENCE - 1`` of them a few tokens are
@@ -134,12 +134,12 @@ class StepBudget:
         refused = self._refused if refused is None else refused
         tokens = self._mixed[self._role.mode] if decodes.decodes else self._tokens_alone()
         if self.itl is None or not (decodes.decodes or awaited):
-            return StepRoom(tokens)
+            return StepAllowance(tokens)
         limit_ms = self.itl.limit_ms(decodes)
         # Without decodes there is nothing else to do, and no gap has begun that scatter could stretch.
         if decodes.decodes and refused < PATIENCE - 1:
-            return StepRoom(tokens, limit_ms, self.itl.forward_ms(limit_ms))
-        return StepRoom(tokens, limit_ms, limit_ms - self._model.overhead_ms, LEAST_PIECE)
+            return StepAllowance(tokens, limit_ms, self.itl.forward_ms(limit_ms))
+        return StepAllowance(tokens, limit_ms, limit_ms - self._model.overhead_ms, LEAST_PIECE)
 
     def _tokens_alone(self) -> int:
         """Return the maximum prompt tokens of a step that no request with a first token waits for.
@@ -151,15 +151,15 @@ class StepBudget:
         limit_ms = max(self._alone_ms, MOST_ALONE * self._model.estimate(StepShape(decodes=1)))
         return max(LEAST_ALONE, self._model.tokens_within(limit_ms, StepShape(), 0, self._alone))
 
-    def fitting(self, room: StepRoom, shape: StepShape, start: int, wanted: int) -> int:
-        """Return how many of ``wanted`` prompt tokens fit into ``room`` beside ``shape``, what the step has already.
+    def fitting(self, allowance: StepAllowance, shape: StepShape, start: int, wanted: int) -> int:
+        """Return how many of ``wanted`` prompt tokens fit into ``allowance``. The step has ``shape`` already.
 
-        They follow ``start`` tokens of their prompt. Nothing is deducted from ``room``.
+        They follow ``start`` tokens of their prompt. Nothing is deducted from ``allowance``.
         """
-        most = min(wanted, room.tokens)
-        if not room.is_timed:
+        most = min(wanted, allowance.tokens)
+        if not allowance.is_timed:
             return most
-        return max(self._model.tokens_within(room.forward_ms, shape, start, most), min(room.at_least, most))
+        return max(self._model.tokens_within(allowance.forward_ms, shape, start, most), min(allowance.at_least, most))
 
     def planned(self, *, refused: bool) -> None:
         """Note that a step was planned. ``refused``: there were prompts to compute, and none of them got a token."""

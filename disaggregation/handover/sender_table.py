@@ -347,7 +347,7 @@ class SenderTable:
         it.
         """
         self._rooms.set_time(now)
-        self._make_room(now)
+        self._free_unclaimed_prompts(now)
         for sender in list(self.rooms.values()):
             self.estimates.tell(sender, now)
             if now < sender.deadline or sender.state is SenderState.DRAINING:
@@ -366,7 +366,7 @@ class SenderTable:
                 self._rooms.drain(sender, 504, text)
         self._rooms.expire(now)
 
-    def _make_room(self, now: float) -> None:
+    def _free_unclaimed_prompts(self, now: float) -> None:
         """Free the memory of finished prompts that no decode has asked for, if other requests lack memory.
 
         Their rooms stay open. Each prompt is computed again later; what is still cached is reused.

@@ -22,9 +22,11 @@ class Policy(ABC):
         """Return one of ``candidates``. There is at least one, all can serve, in the order of the router's options.
 
         A call does not mean that the instance gets the request. A unified instance is also chosen to be compared with
-        a pair, and each retry chooses again.
+        a pair, and each retry chooses again. A prefill may get the whole request (``Fleet.pick``), so the decode that
+        was chosen gets none; the instances' option ``--disaggregation-threshold always`` prevents it.
 
         What instances are doing is in ``Instance``: ``answers``, ``in_flight`` and ``prompt_tokens`` count their work,
         ``report`` is their own word about it. A policy may keep state. It is used on the event loop alone, and is lost
-        when the router ends.
+        when the router ends. A policy is not told when a request ends: another count belongs in
+        ``Instance.computing`` or ``Answering``.
         """

@@ -179,7 +179,7 @@ class PoolResize(Feature):
 
     def _free_outputs(self) -> None:
         for req in self._scheduler.reqs.values():
-            if self._memory.room.may_become(req, len(req.token_ids) + 2):
+            if self._memory.headroom.may_become(req, len(req.token_ids) + 2):
                 req.limit_output(self._before)
 
     def _problem(self, tokens: int) -> RefusedAnswer | None:

@@ -165,7 +165,7 @@ class FirstClaimIsServed(Judge):
         scheduler = node.scheduler
         claims = scheduler.planner.claims
         first = claims.first(scheduler.now)
-        is_covered = first is not None and scheduler.memory.room.could_admit(first, claims.reserve(first))
+        is_covered = first is not None and scheduler.memory.headroom.could_admit(first, claims.reserve(first))
         if self._turns.seconds(node, first.rid if first is not None and is_covered else None) > FIRST_SECONDS:
             assert first is not None
             what = f"{first.rid}, a claim of {first.known_len} tokens, is first and would fit"

@@ -129,7 +129,7 @@ class MemCacheMachine(RuleBasedStateMachine):
     def extend(self, req, seq_len):
         hold = req.hold
         if self.windows is not None:
-            room = self.windows.room(hold.window, hold.kv_len)
+            room = self.windows.writable_len(hold.window, hold.kv_len)
             assert room > 0
             seq_len = min(seq_len, hold.kv_len + room)
         last_slot = req.worker_row[-1] if req.worker_row else 0

@@ -7,6 +7,7 @@ import pytest
 from pdserve.router.fleet import Fleet, Pair
 from pdserve.router.instance import HealthState, Role
 from pdserve.router.options import RouterOptions
+from pdserve.router.policies.registry import POLICIES
 from pdserve.router.request_body import RequestBody
 
 BODY = RequestBody.parse(b"{}")
@@ -40,7 +41,7 @@ def test_random_uses_all():
     assert len({chosen(fleet) for _ in range(200)}) == 4
 
 
-@pytest.mark.parametrize("policy", ["random", "round_robin"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_the_unhealthy_are_never_chosen(policy):
     fleet = make_fleet(policy, prefill=2, decode=2, unhealthy=("prefill0", "decode1"))
     assert {chosen(fleet) for _ in range(50)} == {("prefill1", "decode0")}
@@ -105,12 +106,12 @@ def test_a_failure_takes_an_instance_out_until_the_next_check():
 
 
 def test_a_prompt_counts_until_it_is_computed():
-    prefill, decode = make_fleet().instances
-    with prefill.computing(30), decode.computing(40) as done:
-        assert (prefill.prompt_tokens, decode.prompt_tokens) == (30, 40)
+    prefill, worker = make_fleet(decode=0, worker=1).instances
+    with prefill.computing(30), worker.computing(40) as done:
+        assert (prefill.prompt_tokens, worker.prompt_tokens) == (30, 40)
         done()
-        assert (prefill.prompt_tokens, decode.prompt_tokens) == (30, 0)
-    assert (prefill.prompt_tokens, decode.prompt_tokens) == (0, 0)
+        assert (prefill.prompt_tokens, worker.prompt_tokens) == (30, 0)
+    assert (prefill.prompt_tokens, worker.prompt_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("found", ["by a check", "by a request"])

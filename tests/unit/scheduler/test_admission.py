@@ -228,13 +228,13 @@ def test_the_victim_is_the_cheapest_a_page_and_never_the_oldest():
     sim = started(("old", [1]), ("a", [*shared, 1]), ("b", [*shared, 2]), ("long", list(range(60))))
     reqs = {r.rid: r for r in running_reqs(sim)}
     memory = sim.scheduler.memory
-    assert (memory.room.private_len(reqs["a"]), hold_of(reqs["a"]).kv_len) == (
+    assert (memory.headroom.private_len(reqs["a"]), hold_of(reqs["a"]).kv_len) == (
         hold_of(reqs["a"]).kv_len - 40,
         reqs["a"].total_len - 1,
     )
 
     def price(req: Req) -> float:
-        private = memory.room.private_len(req)
+        private = memory.headroom.private_len(req)
         again = req.total_len - (hold_of(req).kv_len - private)
         return again / (memory.pool.pages_up(private) // memory.pool.page_size)
 
@@ -280,7 +280,9 @@ def test_what_the_host_keeps_makes_a_victim_cheap(monkeypatch):
     sim = started(("old", [1]), ("a", [2, 3, 4]), ("long", list(range(60))))
     reqs, memory = running_reqs(sim), sim.scheduler.memory
     for rid in ("a", "long"):
-        monkeypatch.setattr(memory.room, "kept_len", lambda req, rid=rid: req.total_len - 1 if req.rid == rid else 0)
+        monkeypatch.setattr(
+            memory.headroom, "kept_len", lambda req, rid=rid: req.total_len - 1 if req.rid == rid else 0
+        )
         assert choose_victim(reqs, memory).rid == rid
 
 
@@ -326,9 +328,9 @@ def test_kv_of_a_peer_that_is_not_verified_is_not_kept():
     sim.plan()
     sim.work()
     req, memory = sim.scheduler.reqs["a"], sim.scheduler.memory
-    assert memory.room.kept_len(req) >= 16
+    assert memory.headroom.kept_len(req) >= 16
     hold_of(req).verified = False
-    assert memory.room.kept_len(req) == 0
+    assert memory.headroom.kept_len(req) == 0
     sim.settle()
 
 

@@ -112,12 +112,12 @@ def test_a_starved_prompt_gets_what_the_estimate_allows_without_its_margin() -> 
     decodes = StepShape(8, 800)
     for refused in (False, True, True):
         budget.planned(refused=refused)
-        room = budget.room(decodes, awaited=False)
-        assert (room.forward_ms, room.at_least) == (budget.itl.forward_ms(room.limit_ms), 0)
+        allowance = budget.allowance(decodes, awaited=False)
+        assert (allowance.forward_ms, allowance.at_least) == (budget.itl.forward_ms(allowance.limit_ms), 0)
     budget.planned(refused=True)
-    room = budget.room(decodes, awaited=False)
-    assert room.forward_ms == room.limit_ms - CostModel().overhead_ms
-    assert room.at_least == LEAST_PIECE
+    allowance = budget.allowance(decodes, awaited=False)
+    assert allowance.forward_ms == allowance.limit_ms - CostModel().overhead_ms
+    assert allowance.at_least == LEAST_PIECE
 
 
 def test_a_deep_prompt_is_not_overtaken_by_cheaper_ones() -> None:
@@ -154,11 +154,11 @@ def budget_of(device: str = "cpu", **options) -> StepBudget:
 
 def test_who_waits_for_a_step_decides_whether_it_is_timed() -> None:
     budget = budget_of()
-    assert not budget.room(StepShape(), awaited=False).is_timed
-    assert budget.room(StepShape(), awaited=True).is_timed
-    assert budget.room(StepShape(1, 100), awaited=False).is_timed
+    assert not budget.allowance(StepShape(), awaited=False).is_timed
+    assert budget.allowance(StepShape(), awaited=True).is_timed
+    assert budget.allowance(StepShape(1, 100), awaited=False).is_timed
     # If nothing decodes, no gap has begun: a piece may be larger than the budget, and must not be empty.
-    assert budget.room(StepShape(), awaited=True).at_least == LEAST_PIECE
+    assert budget.allowance(StepShape(), awaited=True).at_least == LEAST_PIECE
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_who_waits_for_a_step_decides_whether_it_is_timed() -> None:
 )
 def test_defaults_follow_the_device(device: str, options: dict, mixed: int, itl_ms: float | None) -> None:
     budget = budget_of(device, **options)
-    assert budget.room(StepShape(4, 100), awaited=False).tokens == mixed
+    assert budget.allowance(StepShape(4, 100), awaited=False).tokens == mixed
     assert (budget.itl.budget_ms if budget.itl else None) == itl_ms
 
 
@@ -297,4 +297,4 @@ def test_a_prompt_that_comes_does_not_wait_for_a_long_step(chunk: int | None, lo
 def test_the_limit_is_a_processors_and_leaves_enough(device: str, options: dict, tokens: int) -> None:
     slow = CostModel([MeasuredStep(1, 64, 0, 0.0, 100.0), MeasuredStep(0, 0, 64, 2048.0, 2000.0)])
     budget = StepBudget.of(make_options(chunked_prefill_size=None, **options), device, slow, CurrentRole("unified"))
-    assert budget.room(StepShape(), awaited=False).tokens == tokens
+    assert budget.allowance(StepShape(), awaited=False).tokens == tokens

@@ -290,7 +290,7 @@ def test_what_lands_is_what_was_computed(window):
 def test_the_sender_waits_for_its_own_hashes():
     pair = SimPair(kv_debug=True)
     pair.submit("a", prompt(1, 4), room=1, legs=("decode",), max_new_tokens=6)
-    while not pair.prefill.senders.rooms or pair.prefill.senders.rooms[1].request is None:
+    while not pair.prefill.senders.rooms or pair.prefill.senders.rooms[1].transfer_request is None:
         pair.decode.plan()
         pair.advance()
         while pair.to_prefill:

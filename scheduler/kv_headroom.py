@@ -11,7 +11,7 @@ from .req import Req, hold_of
 from .tiers import Tiers
 
 
-class KVRoom:
+class KVHeadroom:
     """Room in the pool."""
 
     def __init__(self, pool: KVPool, tiers: Tiers) -> None:
