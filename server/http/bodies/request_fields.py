@@ -37,21 +37,30 @@ def _check_stops(stop: str | list[str]) -> list[str]:
     return strings
 
 
+Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), INTEGRAL]
+"""-1 and 0: all."""
+MinP = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_PENALTY)]
+Stops = Annotated[OneOrMany[StopString], AfterValidator(_check_stops)]
+
+
 class SamplingFields(StructureFields):
     """Sampling fields that the native and the OpenAI bodies share."""
 
     n: Annotated[int, Field(ge=1, le=MAX_N), INTEGRAL] = 1
     best_of: Annotated[int, Field(ge=1, le=INT32_MAX), INTEGRAL] | None = None
     """As many as are answered, or 1: nothing is thrown away here."""
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), INTEGRAL] = -1
-    """-1 and 0: all."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 0.0
-    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_PENALTY)] = 1.0
-    stop: Annotated[OneOrMany[StopString], AfterValidator(_check_stops)] = Field(default_factory=list)
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
+    min_p: MinP = 0.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    stop: Stops = Field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=256)] = Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
