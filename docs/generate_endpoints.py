@@ -50,7 +50,7 @@ def linked(facts: PathFacts) -> str:
     """Return the endpoint as a reader writes it, with a link to the first section that has its name in the heading."""
     name = re.sub(r"\{(\w+):path\}", lambda match: match[1].upper(), facts.path)
     wanted = re.compile(rf"{facts.methods[0]} {re.escape(name)}(?![\w/])")
-    text = f"`{facts.methods[0]} {name}`"
+    text = f"`{', '.join(facts.methods)} {name}`"
     for page in PAGES:
         for heading in re.findall(r"^#+ (.*)$", (FOLDER / page).read_text(encoding="utf-8"), flags=re.MULTILINE):
             if wanted.search(heading):

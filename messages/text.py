@@ -14,6 +14,8 @@ class Encoded(TextAnswer):
     error: str | None = None
     field: str | None = None
     """Name of the field that caused the error."""
+    rendered: str | None = None
+    """The conversation as the chat template renders it, if that was asked for."""
 
 
 class EncodeReq(TextQuestion[Encoded]):
@@ -27,6 +29,8 @@ class EncodeReq(TextQuestion[Encoded]):
     """Whether the answer contains the text of each token."""
     key_name: str = ""
     """Name of the API key that came with the question; "" without one."""
+    returns_rendered: bool = False
+    """Whether the answer contains the conversation as the chat template renders it."""
 
 
 class Decoded(TextAnswer):

@@ -112,6 +112,7 @@ def make_routes(
     own: dict[str, Callable[..., Any]] = {
         "health": control.health,
         "livez": control.livez,
+        "running": control.running,
         "health_generate": health_prompt,
         "metrics": metrics.page,
         "targets": metrics.targets,

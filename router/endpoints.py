@@ -8,10 +8,11 @@ from urllib.parse import quote
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ..runtime.web.access_log import AccessRecord, error_shape, stream_format
+from ..runtime.web.apis import OLLAMA_RUNS
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import BadAnswer, ClientError
 from ..runtime.web.errors import error_body, without_frames
@@ -133,6 +134,10 @@ class ControlEndpoints:
     async def livez(self, request: Request) -> Response:
         """GET /livez: 200 while the router answers at all."""
         return json_response({"status": "alive"})
+
+    async def running(self, request: Request) -> Response:
+        """GET /: answer that the router runs, in the words that Ollama's clients look for."""
+        return PlainTextResponse(OLLAMA_RUNS)
 
     async def ask_one(self, request: Request) -> Response:
         """Answer /v1/models, /tokenize and similar with one healthy instance's answer: all serve the same model.

@@ -64,7 +64,8 @@ class TextQuestions:
         pieces = None
         if question.pieces:
             pieces = [[self._read[i] for i in ids] for ids in token_ids]
-        return Encoded(token_ids, pieces, id=question.id)
+        text = rendered if question.returns_rendered else None
+        return Encoded(token_ids, pieces, rendered=text, id=question.id)
 
     def _decode(self, question: DecodeReq) -> Decoded:
         vocab_size = self._limits.vocab_size

@@ -17,15 +17,31 @@ from __future__ import annotations
 
 from itertools import chain
 
-from .errors import ErrorShape, plain_error
+from .errors import ErrorShape, message_error, plain_error
 from .moved_answer import MOVED_PATH
-from .paths import DELETE, GET, POST, Access, AtRouter, PathFacts, PathTable, Server
+from .paths import DELETE, GET, GET_OR_POST, POST, Access, AtRouter, PathFacts, PathTable, Server
 from .sse import OPENAI_STREAM, StreamFormat
 
 NOT_FOUND, GENERATE, ASK_ONE, OWN = AtRouter.NOT_FOUND, AtRouter.GENERATE, AtRouter.ASK_ONE, AtRouter.OWN
 OPEN, METRICS, USER, CACHE, ADMIN = Access.OPEN, Access.METRICS, Access.USER, Access.CACHE, Access.ADMIN
 
 Api = tuple[PathFacts, ...]
+
+OLLAMA_LINES = StreamFormat(
+    before_error=b"",
+    error_sign=b'{"error":',
+    last_event=b"",
+    content_type=b"application/x-ndjson",
+    event_ends=(b"\n",),
+    # Lines of JSON have no comments: this adds nothing to an answer of either endpoint.
+    keep_alive=b'{"model":"","created_at":"1970-01-01T00:00:00Z","message":{"role":"assistant","content":""},'
+    b'"response":"","done":false}\n',
+    before_moved=b"moved: ",
+    is_default=True,
+)
+"""Ollama's streams: a JSON object in each line."""
+OLLAMA_RUNS = "Ollama is running"
+"""Text of ``/``, which Ollama's clients compare."""
 
 
 def api(*paths: PathFacts, error_shape: ErrorShape = plain_error, stream_format: StreamFormat = OPENAI_STREAM) -> Api:
@@ -83,14 +99,19 @@ APIS: tuple[Api, ...] = (
             is_poll=True,
             starts_work=True,
         ),
+        get("/ping", "status.health:health", "the same as `/health`", OWN, OPEN, is_poll=True)._replace(
+            methods=GET_OR_POST
+        ),
         get("/metrics", "status.health:metrics", "counts and latencies, for Prometheus", OWN, METRICS, is_poll=True),
         get("/metrics/targets", ":targets", "the instances, for Prometheus to scrape", OWN, METRICS, is_poll=True),
+        get("/version", "status.info:version", "the server's version", ASK_ONE),
         get("/server_info", "status.info:server_info", "pools, queues, role, peers, options", OWN),
         get("/get_server_info", "status.info:server_info", "the same as `/server_info`", OWN),
         # Hand-overs name the requests of every key.
         get("/transfers", "status.info:transfers", "hand-overs that are open", OWN, ADMIN),
         get("/model_info", "status.info:model_info", "the model that is served, in SGLang's words", ASK_ONE),
         get("/get_model_info", "status.info:model_info", "the same as `/model_info`", ASK_ONE),
+        get("/props", "status.info:props", "limits and template of the model, in llama-server's words", ASK_ONE),
     ),
     # SGLang's
     api(post("/generate", "native.generate:generate", "generate, SGLang's native shape", GENERATE)),
@@ -111,10 +132,23 @@ APIS: tuple[Api, ...] = (
             rid_prefix="chatcmpl-",
         ),
     ),
+    # Ollama's
+    api(
+        get("/", "ollama.models:running", "does it run? for Ollama's clients", OWN, OPEN, is_poll=True),
+        get("/api/version", "ollama.models:version", "the version of Ollama's API", ASK_ONE),
+        get("/api/tags", "ollama.models:list_models", "the names of the model, as Ollama lists them", ASK_ONE),
+        get("/api/ps", "ollama.models:list_running", "the model in memory, as Ollama lists it", ASK_ONE),
+        post("/api/show", "ollama.models:show", "limits and capabilities of the model, Ollama's shape", ASK_ONE),
+        post("/api/generate", "ollama.generate:generate", "answer a prompt, Ollama's shape", GENERATE),
+        post("/api/chat", "ollama.generate:chat", "answer a conversation, Ollama's shape", GENERATE),
+        error_shape=message_error,
+        stream_format=OLLAMA_LINES,
+    ),
     # Text and tokens
     api(
         post("/tokenize", "text.models:tokenize", "from text to token ids", ASK_ONE),
         post("/detokenize", "text.models:detokenize", "from token ids to text", ASK_ONE),
+        post("/apply-template", "text.models:apply_template", "the prompt that the chat template makes", ASK_ONE),
     ),
     # Running requests
     api(post("/abort_request", "generation.abort:abort_request", "end running requests", OWN, ends_work=True)),

@@ -70,6 +70,12 @@ def plain_error(error: dict[str, Any]) -> dict[str, Any]:
     return {"error": error}
 
 
+def message_error(error: dict[str, Any]) -> dict[str, Any]:
+    """Make the body of an error in Ollama's shape: ``error`` is the message, and the other fields are beside it."""
+    others = {name: value for name, value in error.items() if name != "message"}
+    return {"error": error["message"], **others}
+
+
 def error_body(status: int, message: str, *, code: str | None = None) -> dict[str, Any]:
     """Make the body of an error that belongs to no path, in OpenAI's shape: ``{"error": {…}}``."""
     return plain_error(error_fields(status, message, code=code))

@@ -13,7 +13,7 @@ from .errors import ErrorShape, plain_error
 from .sse import OPENAI_STREAM, StreamFormat
 
 DOT_SEGMENTS = frozenset({".", ".."})
-GET, POST, DELETE = ("GET",), ("POST",), ("DELETE",)
+GET, POST, DELETE, GET_OR_POST = ("GET",), ("POST",), ("DELETE",), ("GET", "POST")
 
 
 class Access(Enum):
@@ -129,7 +129,7 @@ class PathTable:
         Slashes at the end don't count, except in a parameter. A path with dot segments or unprintable characters does
         not exist, because a check, a route and an instance might understand it differently.
         """
-        facts = self._exact.get(path) or self._exact.get(path.rstrip("/"))
+        facts = self._exact.get(path) or self._exact.get(path.rstrip("/") or path[:1])
         if facts is not None or not is_plain(path):
             return facts
         return next((facts for prefix, facts in self._prefixes if path.startswith(prefix) and path != prefix), None)

@@ -18,7 +18,7 @@ from ...runtime.web.apis import path_table
 from ...runtime.web.aside import Aside
 from ...runtime.web.body import MAX_UPLOADS, Uploads
 from ...runtime.web.guard import guard
-from ...runtime.web.paths import DELETE, GET, POST, PathFacts, Server
+from ...runtime.web.paths import DELETE, GET, GET_OR_POST, POST, PathFacts, Server
 from ...runtime.web.prometheus import MetricsPage
 from ..options import ServerOptions
 from .bodies.field_names import FieldNames
@@ -35,7 +35,7 @@ from .served_model import ServedModel
 from .session_store.session_folder import open_sessions
 from .state import HttpState
 
-METHOD_ORDER = (GET, POST, DELETE)
+METHOD_ORDER = (GET, GET_OR_POST, POST, DELETE)
 """Order of the OpenAPI page. Within a method it is that of the declarations."""
 
 

@@ -19,13 +19,15 @@ ALWAYS = "default"
 @dataclass(frozen=True)
 class ServedModel:
     """The served model. ``names``: answers report the first one. ``defaults``: sampling values for what a request
-    leaves out. ``formats``: how its answers mark tool calls and reasoning.
+    leaves out. ``formats``: how its answers mark tool calls and reasoning. ``template``: its chat template, "" if it
+    has none or if the options ask for no parsers.
     """
 
     names: tuple[str, ...]
     path: str
     defaults: SamplingDefaults = NO_DEFAULTS
     formats: OutputFormats = PLAIN_TEXT
+    template: str = ""
 
     @staticmethod
     def read(options: ServerOptions) -> ServedModel:
@@ -42,7 +44,8 @@ class ServedModel:
         calls, thoughts = options.tool_call_parser, options.reasoning_parser
         template = None if calls == thoughts == NONE else read_chat_template(options)
         formats = choose_formats(calls, thoughts, None if template is None else template.with_tools)
-        return ServedModel(options.model_names, options.model_path, defaults, formats)
+        text = "" if template is None else template.default
+        return ServedModel(options.model_names, options.model_path, defaults, formats, text)
 
     @property
     def name(self) -> str:

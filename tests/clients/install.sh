@@ -25,6 +25,7 @@ make_environment() { # NAME, then what pip is to install; a name ending in ! is 
 make_environment openai openai==3.51.0 httpx schemathesis==4.32.5 pytest
 make_environment langchain langchain-openai==1.7.3 pytest
 make_environment litellm litellm==1.106.2 pytest
+make_environment ollama ollama==0.6.3 pytest
 make_environment lm_eval torch==2.13.0 'lm-eval[api]==0.4.13' transformers accelerate pytest
 # Its load generator imports most of the server, with torch and torchvision of one build.
 make_environment sglang torch==2.14.1 torchvision==0.29.2 'sglang==0.5.23!' aiohttp apache-tvm-ffi compressed-tensors datasets fastapi \

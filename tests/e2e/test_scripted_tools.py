@@ -69,6 +69,32 @@ def test_reasoning_is_separate_from_the_call(pair: Pair) -> None:
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
+def test_ollamas_clients_get_reasoning_and_calls_in_lines_and_as_a_whole(pair: Pair) -> None:
+    tool = {"type": "function", "function": {"name": "record_answer", "parameters": {"type": "object"}}}
+    options = {"num_predict": 200, "temperature": 0}
+    body = {"model": "scripted:latest", "messages": [{"role": "user", "content": "Think it through"}], "tools": [tool]}
+    found = pair.router.post("/api/chat", {**body, "options": options})
+    assert found.headers["content-type"] == "application/x-ndjson"
+    *lines, last = map(json.loads, found.text.splitlines())
+    whole = pair.router.post("/api/chat", {**body, "options": options, "stream": False}).json()
+    [made] = whole["message"]["tool_calls"]
+    assert (made["function"]["name"], made["function"]["arguments"]) == ("record_answer", {"answer": "9.9"})
+    assert whole["message"]["thinking"].strip() == "9.9 is 9.90, and larger."
+    assert "".join(line["message"].get("thinking", "") for line in lines) == whole["message"]["thinking"]
+    calls = [call["function"] for line in lines for call in line["message"].get("tool_calls", ())]
+    assert calls == [made["function"]]
+    for end in (last, whole):
+        assert (end["done"], end["done_reason"]) == (True, "stop")
+        assert (end["prompt_eval_count"], end["eval_count"]) == (last["prompt_eval_count"], last["eval_count"])
+        assert end["total_duration"] >= end["prompt_eval_duration"] + end["eval_duration"] > 0
+    for answer in (
+        pair.router.post("/api/chat", {**body, "options": {"top_p": 2}}),
+        pair.router.post("/api/generate", {"prompt": "x " * 5000}),
+    ):
+        assert (answer.status_code, answer.json()["status"]) == (400, 400)
+        assert isinstance(answer.json()["error"], str)
+
+
 def test_calls_stay_whole_when_requests_are_retracted(pair: Pair) -> None:
     def save(number: int) -> Any:
         # Prompts differ from their first token, so that their KV does not fit together.

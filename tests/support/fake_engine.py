@@ -202,7 +202,8 @@ class FakeEngine:
                 return
             words = [text.split() for text in texts]
             ids = [[len(word) for word in text] for text in words]
-            self._soon(Encoded(ids, words if question.pieces else None, id=question.id))
+            rendered = texts[0] if question.returns_rendered else None
+            self._soon(Encoded(ids, words if question.pieces else None, rendered=rendered, id=question.id))
         elif isinstance(question, DecodeReq):
             self._soon(Decoded([" ".join("x" * i for i in ids) for ids in question.token_ids], id=question.id))
 

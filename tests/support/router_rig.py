@@ -18,7 +18,7 @@ from .machine import limit
 TIME_LIMIT = limit(10.0)
 EVENT = b'data: {"text": "a"}\n\n'
 DONE = b"data: [DONE]\n\n"
-GENERATION_PATHS = ("/generate", "/v1/completions", "/parley/say")
+GENERATION_PATHS = ("/generate", "/v1/completions", "/parley/say", "/api/chat")
 FLOOD_EVENTS = 256
 FLOOD_EVENT = b"data: " + b"x" * (1 << 18) + b"\n\n"
 
@@ -52,8 +52,10 @@ class FakeInstance:
         """Path of a question that is answered only after ``go_on``."""
         self.dies_of = None
         """The text of a prompt that kills it, whatever its script."""
-        self.error, self.pieces = None, []
+        self.error, self.pieces, self.last_piece = None, [], DONE
         """What the scripts ``error`` and ``pieces`` answer with."""
+        self.content_type = b"text/event-stream"
+        """Content type of its streams."""
         self.then = []
         """Events that are set once it has said that its peer is gone."""
         self._writers = set()
@@ -124,7 +126,8 @@ class FakeInstance:
         writer.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def begin_stream(self, writer):
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        kind = b"content-type: " + self.content_type
+        writer.write(b"HTTP/1.1 200 OK\r\n" + kind + b"\r\ntransfer-encoding: chunked\r\n\r\n")
 
     async def do_ok(self, seen, reader, writer):
         if not seen.body.get("stream"):
@@ -179,7 +182,7 @@ class FakeInstance:
 
     async def do_pieces(self, seen, reader, writer):
         self.begin_stream(writer)
-        for data in (*self.pieces, DONE, b""):
+        for data in (*self.pieces, *([self.last_piece] if self.last_piece else []), b""):
             self.chunk(writer, data)
             await writer.drain()
             await self.go_on.wait()  # so that the first is read by itself

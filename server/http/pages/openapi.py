@@ -72,7 +72,8 @@ def _list_paths(version: str, endpoints: Mapping[PathFacts, HttpEndpoint]) -> di
 
     app = FastAPI(title="pdserve", version=version, openapi_url=None)
     for facts, known in endpoints.items():
-        app.add_api_route(facts.path, known.handler, methods=list(facts.methods))
+        for method in facts.methods:
+            app.add_api_route(facts.path, known.handler, methods=[method])
     return app.openapi()
 
 

@@ -1,4 +1,4 @@
-"""``GET /server_info``, ``/transfers`` and ``/model_info``: what runs here."""
+"""``GET /version``, ``/server_info``, ``/transfers``, ``/model_info`` and ``/props``: what runs here."""
 
 from __future__ import annotations
 
@@ -66,6 +66,18 @@ class ModelInfo(AnswerBody):
     disaggregation_mode: str
 
 
+class VersionInfo(AnswerBody):
+    """``GET /version``."""
+
+    version: str
+
+
+@endpoint(VersionInfo)
+async def version(request: Request) -> Response:
+    """Answer with the server's version."""
+    return respond(VersionInfo(version=HttpState.of(request).version))
+
+
 @endpoint(ServerInfoAnswer)
 async def server_info(request: Request) -> Response:
     """Answer with the scheduler's state (pools, queues, role, peers, invariants, options) and that of this process.
@@ -93,6 +105,49 @@ async def transfers(request: Request) -> Response:
     except QuestionRefused:  # an instance that still loads has none
         return json_response({"open": 0, "transfers": []})
     return json_response({"open": answer.open, "transfers": answer.transfers})
+
+
+class GenerationSettings(AnswerBody):
+    """``default_generation_settings`` of ``GET /props``. ``n_ctx``: maximum tokens of prompt and output together."""
+
+    n_ctx: int
+
+
+class Modalities(AnswerBody):
+    """What the model takes beside text."""
+
+    vision: bool
+    audio: bool
+
+
+class Props(AnswerBody):
+    """``GET /props``. ``total_slots``: requests that run at once."""
+
+    default_generation_settings: GenerationSettings
+    total_slots: int
+    model_alias: str
+    model_path: str
+    chat_template: str
+    modalities: Modalities
+    build_info: str
+
+
+@endpoint(Props)
+async def props(request: Request) -> Response:
+    """Answer with the model's limits and template, with the field names of llama-server."""
+    state = HttpState.of(request)
+    limits = await state.engine.questions.limits(QUESTION_TIMEOUT_SECONDS)
+    return respond(
+        Props(
+            default_generation_settings=GenerationSettings(n_ctx=limits.context_length),
+            total_slots=state.options.max_running_requests,
+            model_alias=state.model.name,
+            model_path=state.model.path,
+            chat_template=state.model.template,
+            modalities=Modalities(vision=False, audio=False),
+            build_info=f"pdserve {state.version}",
+        )
+    )
 
 
 @endpoint(ModelInfo)

@@ -1,4 +1,4 @@
-"""``GET /v1/models``, ``POST /tokenize`` and ``POST /detokenize``: the model's names and limits, and its tokenizer."""
+"""``GET /v1/models``, ``POST /tokenize``, ``/detokenize`` and ``/apply-template``: the model's names and tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....messages.text import DecodeReq, EncodeReq, Limits
+from ....messages.conversation import Conversation
+from ....messages.text import DecodeReq, Encoded, EncodeReq, Limits
 from ....runtime.web.keys import Caller
 from ..answers import AnswerBody, respond, respond_large
 from ..endpoint import endpoint
@@ -17,7 +18,7 @@ from ..openai.conversation import read_conversation
 from ..parsing import parse_body
 from ..served_model import check_model
 from ..state import HttpState
-from .schemas import DetokenizeBody, TokenizeBody
+from .schemas import ApplyTemplateBody, DetokenizeBody, RenderedBody, TokenizeBody
 
 TIMEOUT_SECONDS = 30.0
 """Timeout of the tokenizer's answer, from when it is asked."""
@@ -49,6 +50,12 @@ class Tokens(AnswerBody):
     max_model_len: int
     tokens: list[int] | list[list[int]]
     token_strs: list[str] | list[list[str]] | None = None
+
+
+class RenderedPrompt(AnswerBody):
+    """``POST /apply-template``."""
+
+    prompt: str
 
 
 class Text(AnswerBody):
@@ -87,20 +94,11 @@ async def tokenize(request: Request) -> Response:
     check_model(body.model, state.model)
     batch = isinstance(body.prompt, list)
     texts = body.prompt if isinstance(body.prompt, list) else [body.prompt] if body.prompt is not None else None
-    chat = None
-    if body.messages is not None:
-        args = body.chat_template_kwargs
-        if body.tools and not state.model.formats.renders_tools:
-            raise bad_request("tools", NO_TOOLS)
-        add, continues = body.add_generation_prompt, body.continue_final_message
-        chat = read_conversation(body.messages, add, continues, args, body.tools)
+    chat = chat_of(body, state)
     special, pieces = body.add_special_tokens, body.return_token_strs
     key_name = Caller.of(request.scope).name
     question = EncodeReq(texts, chat, add_special_tokens=special, pieces=pieces, key_name=key_name)
-    ask = lambda: state.engine.questions.ask(question, TIMEOUT_SECONDS)  # noqa: E731
-    result = await state.questions.ask(request, body.characters, ask, has_chat=chat is not None)
-    if result.error is not None:
-        raise bad_request({"text": "prompt"}.get(result.field or "", result.field), result.error)
+    result = await encoded(request, body, question)
     limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
     counts = [len(ids) for ids in result.token_ids]
     strings = {} if result.pieces is None else {"token_strs": result.pieces if batch else result.pieces[0]}
@@ -111,6 +109,41 @@ async def tokenize(request: Request) -> Response:
         tokens=result.token_ids if batch else result.token_ids[0],
         **strings,
     )
+
+
+@endpoint(RenderedPrompt, body=ApplyTemplateBody)
+async def apply_template(request: Request) -> Response:
+    """Answer with the prompt that the model's template makes of a conversation. It is llama-server's name for that."""
+    state = HttpState.of(request)
+    body = await parse_body(request, ApplyTemplateBody)
+    check_model(body.model, state.model)
+    key_name = Caller.of(request.scope).name
+    question = EncodeReq(chat=chat_of(body, state), key_name=key_name, returns_rendered=True)
+    result = await encoded(request, body, question)
+    return respond_large(RenderedPrompt, prompt=result.rendered or "")
+
+
+def chat_of(body: RenderedBody, state: HttpState) -> Conversation | None:
+    """Return the conversation of a body; None if it has none.
+
+    Raises ``ApiError`` 400 for tools that the template does not print.
+    """
+    if body.messages is None:
+        return None
+    if body.tools and not state.model.formats.renders_tools:
+        raise bad_request("tools", NO_TOOLS)
+    add, continues = body.add_generation_prompt, body.continue_final_message
+    return read_conversation(body.messages, add, continues, body.chat_template_kwargs, body.tools)
+
+
+async def encoded(request: Request, body: RenderedBody, question: EncodeReq) -> Encoded:
+    """Return the tokenizer's answer to ``question``, in its turn. Raises ``ApiError`` if it can't be answered."""
+    state = HttpState.of(request)
+    ask = lambda: state.engine.questions.ask(question, TIMEOUT_SECONDS)  # noqa: E731
+    result = await state.questions.ask(request, body.characters, ask, has_chat=question.chat is not None)
+    if result.error is not None:
+        raise bad_request({"text": "prompt"}.get(result.field or "", result.field), result.error)
+    return result
 
 
 @endpoint(Text, body=DetokenizeBody)

@@ -1,4 +1,4 @@
-"""What ``POST /tokenize`` and ``POST /detokenize`` take: vLLM's and SGLang's shapes, which hardly differ."""
+"""What ``POST /tokenize``, ``/detokenize`` and ``/apply-template`` take, as vLLM, SGLang and llama-server do."""
 
 from __future__ import annotations
 
@@ -16,38 +16,61 @@ MAX_IDS = 1 << 17
 """Maximum number of token ids in one question. ``text_questions.py`` refuses texts with too many tokens."""
 
 
-class TokenizeBody(Body):
-    """``POST /tokenize``: texts, or a conversation as the model's template renders it."""
+class RenderedBody(Body):
+    """What bodies with a conversation share, which the model's template renders."""
 
     unserved: ClassVar[Unserved] = {"chat_template": ("",), "mm_processor_kwargs": ({},)}
 
     model: str | None = None
-    prompt: OneOrMany[str] | None = None
     messages: ChatMessages | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateArgs = Field(default_factory=dict)
     tools: ToolBodies = Field(default_factory=list)
 
+    @property
+    def characters(self) -> int:
+        """Length of all texts of the body together, in characters, with reasoning, tools and template variables."""
+        given = len(repr(self.chat_template_kwargs)) if self.chat_template_kwargs else 0
+        given += len(repr(self.tools)) if self.tools else 0
+        return given + sum(turn.characters for turn in self.messages or ())
+
+    def check_characters(self, field: str) -> None:
+        """Raise ``FieldError`` for ``field`` if the body has more than ``MAX_CHARACTERS`` characters."""
+        if self.characters > MAX_CHARACTERS:
+            raise FieldError(field, f"holds {self.characters} characters, the limit is {MAX_CHARACTERS}; ask in parts")
+
+
+class ApplyTemplateBody(RenderedBody):
+    """``POST /apply-template``: a conversation."""
+
+    messages: ChatMessages
+
+    @model_validator(mode="after")
+    def _check_length(self) -> ApplyTemplateBody:
+        self.check_characters("messages")
+        return self
+
+
+class TokenizeBody(RenderedBody):
+    """``POST /tokenize``: texts, or a conversation as the model's template renders it."""
+
+    prompt: OneOrMany[str] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("prompt", 'give exactly one of "prompt" and "messages"')
-        if self.characters > MAX_CHARACTERS:
-            field = "prompt" if self.messages is None else "messages"
-            raise FieldError(field, f"holds {self.characters} characters, the limit is {MAX_CHARACTERS}; ask in parts")
+        self.check_characters("prompt" if self.messages is None else "messages")
         return self
 
     @property
     def characters(self) -> int:
         """Length of all texts of the body together, in characters, with reasoning, tools and template variables."""
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or ()
-        turns = self.messages or ()
-        given = len(repr(self.chat_template_kwargs)) if self.chat_template_kwargs else 0
-        given += len(repr(self.tools)) if self.tools else 0
-        return given + sum(map(len, texts)) + sum(turn.characters for turn in turns)
+        return super().characters + sum(map(len, texts))
 
 
 class DetokenizeBody(Body):

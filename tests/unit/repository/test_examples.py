@@ -32,6 +32,7 @@ from support.fake_engine import FakeEngine, with_engine
 from pdserve.server.cli import app
 from pdserve.server.http.answers import ErrorAnswer
 from pdserve.server.http.native.answers import GenerateAnswer
+from pdserve.server.http.ollama.answers import OllamaError
 from pdserve.server.http.openai.answers import ChatAnswer, CompletionAnswer
 from tools.gpu_check import __main__ as gpu_check_main
 
@@ -60,6 +61,7 @@ ANSWERS = {
 CALLS = {
     ".completions.create": "/v1/completions",
     ".chat.completions.create": "/v1/chat/completions",
+    ".chat": "/api/chat",
     ".post": "/generate",
 }
 """The path that an expression in a Python example calls, by the end of the expression."""
@@ -157,7 +159,9 @@ def test_python_examples_run(command: Command, tmp_path: Path) -> None:
 def test_json_fits_its_schema(block: Block) -> None:
     content = orjson.loads(block.text)
     assert block.page == "docs/http-api.md"
-    ANSWERS[content.get("object", next(iter(content)))].model_validate(content)
+    has_text = isinstance(content.get("error"), str)
+    answer = OllamaError if has_text else ANSWERS[content.get("object", next(iter(content)))]
+    answer.model_validate(content)
 
 
 @pytest.mark.parametrize("block", [b for b in blocks() if b.language == "python"], ids=lambda b: f"{b.page}:{b.line}")

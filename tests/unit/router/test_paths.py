@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from support.fake_engine import FakeEngine
 
 from pdserve.router import app as router_app
+from pdserve.router.errors import parse_error
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.options import RouterOptions
@@ -38,7 +39,7 @@ MAY = {
     Access.ADMIN: {"admin"},
 }
 NOT_THE_USERS = {
-    Access.OPEN: {"/health", "/readyz", "/livez", "/moved"},
+    Access.OPEN: {"/", "/health", "/ping", "/readyz", "/livez", "/moved"},
     Access.METRICS: {"/metrics", "/metrics/targets"},
     Access.CACHE: {"/flush_cache"},
     Access.ADMIN: {"/transfers", "/kv/resize", "/kv/hashes", "/migrate", "/drain", "/role"}
@@ -95,7 +96,7 @@ def on_both(check: Callable[[Front], Awaitable[None]], **options: Any) -> None:
 def is_error(answer: httpx.Response, status: int) -> bool:
     if answer.request.method == "HEAD":
         return answer.status_code == status
-    error = answer.json()["error"]
+    error = parse_error(answer.content) or {}
     kind = "permission_error" if status == 403 else "invalid_request_error"  # as OpenAI
     return (answer.status_code, error["status"], error["type"], error.keys()) == (status, status, kind, ERROR_FIELDS)
 
@@ -183,7 +184,7 @@ def test_slashes_at_the_end_do_not_count(keys: dict[str, str]) -> None:
     on_both(check, **keys)
 
 
-@pytest.mark.parametrize("path", ["/Health", "/HEALTH", "//health", "/health/x", "", "/", "/v1/models/../x", "/v1"])
+@pytest.mark.parametrize("path", ["/Health", "/HEALTH", "//health", "/health/x", "", "/v1/models/../x", "/v1"])
 def test_other_spellings_do_not_exist(path: str) -> None:
     for server in (Server.INSTANCE, Server.ROUTER):
         assert path_table(server).find(path) is None

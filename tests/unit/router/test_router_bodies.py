@@ -64,9 +64,9 @@ async def test_large_bodies_are_parsed_on_a_thread(rig):
     threads: list[str] = []
     parse = RequestBody.parse
 
-    def watched(*args):
+    def watched(*args, **more):
         threads.append(threading.current_thread().name)
-        return parse(*args)
+        return parse(*args, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RequestBody, "parse", watched)

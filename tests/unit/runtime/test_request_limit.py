@@ -17,7 +17,7 @@ from pdserve.runtime.web.paths import Access, PathFacts, Server
 from pdserve.runtime.web.request_limit import RequestLimit
 
 TABLE = path_table(Server.ROUTER)
-ANSWERED_BY_ITSELF = {"/health", "/readyz", "/livez", "/metrics", "/metrics/targets"}
+ANSWERED_BY_ITSELF = {"/", "/ping", "/health", "/readyz", "/livez", "/metrics", "/metrics/targets"}
 PASSED_ON = [facts for facts in PATHS if Server.ROUTER in facts.servers and facts.path not in ANSWERED_BY_ITSELF]
 BESIDE = {"/health_generate", "/abort_request"}
 """Paths that a server under load still serves."""

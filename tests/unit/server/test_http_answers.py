@@ -38,6 +38,7 @@ POSTS: list[tuple[str, dict[str, Any]]] = [
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "a b"}),
     ("/tokenize", {"prompt": ["a b", "c"], "return_token_strs": True}),
+    ("/apply-template", {"messages": [{"role": "user", "content": "a"}]}),
     ("/detokenize", {"tokens": [1, 2]}),
     ("/detokenize", {"tokens": [[1], [2]]}),
     ("/abort_request", {"abort_all": True}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 
 import httpx
@@ -11,15 +12,19 @@ from support.fake_engine import FakeEngine, with_engine
 from support.machine import limit
 
 from pdserve.messages.outputs import FinishType, ReqError, TextBatch
+from pdserve.runtime.web.apis import OLLAMA_LINES
 from pdserve.runtime.web.ports import listen
 from pdserve.server.http.engine.submission import Submission
 from pdserve.server.http.generation import engine_response
 
 STREAM = {"prompt": "a", "stream": True}
+COMPLETIONS = "/v1/completions"
 COMMENT = ": keep-alive"
 
 
-async def silent(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, ticks: int) -> asyncio.Task[httpx.Response]:
+async def silent(
+    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, ticks: int, path: str = COMPLETIONS
+) -> asyncio.Task[httpx.Response]:
     """Start a streaming request, and wait until its engine has been silent for more than ``ticks`` intervals."""
     seen = 0
     enough = asyncio.Event()
@@ -35,7 +40,7 @@ async def silent(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, ticks: int
 
     monkeypatch.setattr(Submission, "tick", count)
     monkeypatch.setattr(engine_response, "KEEP_ALIVE_SECONDS", 0.001)
-    task = asyncio.create_task(engine.post("/v1/completions", STREAM))
+    task = asyncio.create_task(engine.post(path, STREAM))
     async with asyncio.timeout(limit(10)):
         await enough.wait()
     return task
@@ -55,6 +60,21 @@ def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     content = [part for part in parts if part != COMMENT]
     assert content[0].startswith("data: {")
     assert content[1:] == ["data: [DONE]", ""]
+
+
+def test_a_silent_stream_of_lines_is_kept_alive_by_a_line_that_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(engine: FakeEngine) -> httpx.Response:
+        task = await silent(monkeypatch, engine, 3, "/api/generate")
+        item = engine.text(engine.requests[0], "w0 ", [0], FinishType.LENGTH)
+        engine.client.dispatch([TextBatch([item])])
+        return await task
+
+    response = with_engine(run, hold=True)
+    lines = response.content.splitlines(keepends=True)
+    assert lines.count(OLLAMA_LINES.keep_alive) >= 3
+    content = [json.loads(line) for line in lines]
+    assert "".join(line["response"] for line in content) == "w0 "
+    assert [line["done"] for line in content] == [False] * (len(content) - 1) + [True]
 
 
 def test_an_error_after_the_first_comment_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:

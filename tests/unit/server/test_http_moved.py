@@ -18,8 +18,10 @@ from pdserve.messages.moves import ReqArrived, ReqMoved
 from pdserve.messages.outputs import FinishType, ReasoningReport, TextBatch
 from pdserve.messages.sampling import SamplingParams
 from pdserve.runtime.answer_keys import AnswerKeys
+from pdserve.runtime.web.apis import OLLAMA_LINES
 from pdserve.runtime.web.client import events
 from pdserve.runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET, Ticket
+from pdserve.runtime.web.sse import OPENAI_STREAM, StreamFormat
 from pdserve.server.http.engine import moved_answers
 from pdserve.server.http.engine.logprob_account import LogprobAccount
 from pdserve.server.http.engine.plan import Prompt, PromptPlan
@@ -462,10 +464,11 @@ def test_the_reasoning_of_a_relayed_answer_is_counted_to_its_end(how_it_ends):
     scene(run, QWEN)()
 
 
-def test_calls_and_reasoning_go_on_where_the_answer_does():
-    """Whatever the character after which it moves, both halves of the stream add up to the whole answer."""
-    output = f"<think>\nRome.\n</think>\n\nSo:\n{CALL}\n{CALL.replace('Rome', 'Bari')} done"
-    body = {"messages": [USER], "tools": [TOOL], "rid": "x", "stream": True, "max_tokens": 900}
+OUTPUT = f"<think>\nRome.\n</think>\n\nSo:\n{CALL}\n{CALL.replace('Rome', 'Bari')} done"
+
+
+def moved_streams(path: str, framing: StreamFormat, body: dict[str, Any]) -> list[bytes]:
+    """Return streams of ``OUTPUT`` that were read in two halves, which meet after another character in each."""
 
     def say(engine: FakeEngine, two: Two, rid: str, text: str, at: int, *, begins: bool, ends: bool = False) -> None:
         item = engine.text(
@@ -474,27 +477,52 @@ def test_calls_and_reasoning_go_on_where_the_answer_does():
         item.rid, item.reasoning = rid, ReasoningReport(False) if begins else None
         engine.client.dispatch([TextBatch([item])])
 
-    async def move(two: Two, at: int) -> dict[str, Any]:
-        asked = two.ask(CHAT, body, FOLLOWS)
+    async def move(two: Two, at: int) -> bytes:
+        asked = two.ask(path, body, FOLLOWS)
         await two.old.wait_for(lambda: bool(two.old.requests))
-        say(two.old, two, "x", output[:at], 0, begins=True)
+        say(two.old, two, "x", OUTPUT[:at], 0, begins=True)
         await asyncio.sleep(0)
         two.new.client.dispatch([ReqArrived("x@1", KEY, 1.0, at)])
-        say(two.new, two, "x@1", output[:at], 0, begins=True)
+        say(two.new, two, "x@1", OUTPUT[:at], 0, begins=True)
         two.old.client.dispatch([ReqMoved("x", "epoch", "127.0.0.1", two.ports[1], KEY)])
-        head, _, ticket = (await asked).text.rpartition("event: moved\ndata: ")
-        rest = two.ask(CHAT, body, {TICKET.decode(): ticket.strip()}, at=1)
-        say(two.new, two, "x@1", output[at:], at, begins=False, ends=True)
-        lines = (head + (await rest).text).splitlines()
-        return fold([json.loads(line[6:]) for line in lines if line.startswith("data: {")])
+        head, ticket = framing.split_moved((await asked).content)
+        assert ticket is not None
+        rest = two.ask(path, body, {TICKET.decode(): ticket.decode()}, at=1)
+        say(two.new, two, "x@1", OUTPUT[at:], at, begins=False, ends=True)
+        return head + (await rest).content
 
-    messages = []
-    for at in range(1, len(output), 9):
+    found: list[bytes] = []
+    for at in range(1, len(OUTPUT), 9):
 
         async def check(two: Two, at: int = at) -> None:
-            messages.append(await move(two, at))
+            found.append(await move(two, at))
 
         scene(check, QWEN)()
+    return found
+
+
+def test_calls_and_reasoning_go_on_where_the_answer_does():
+    """Whatever the character after which it moves, both halves of the stream add up to the whole answer."""
+    body = {"messages": [USER], "tools": [TOOL], "rid": "x", "stream": True, "max_tokens": 900}
+    messages = [
+        fold([json.loads(line[6:]) for line in stream.splitlines() if line.startswith(b"data: {")])
+        for stream in moved_streams(CHAT, OPENAI_STREAM, body)
+    ]
     assert messages == [messages[0]] * len(messages)
     assert (messages[0]["reasoning_content"], messages[0]["content"]) == ("Rome.", "So:\n\n done")
     assert arguments(messages[0]) == [{"city": "Rome"}, {"city": "Bari"}]
+
+
+def test_lines_of_json_go_on_where_the_answer_does():
+    body = {"messages": [USER], "tools": [TOOL], "rid": "x", "options": {"num_predict": 900}}
+    added = []
+    for stream in moved_streams("/api/chat", OLLAMA_LINES, body):
+        lines = [json.loads(line) for line in stream.splitlines()]
+        assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+        parts = [line["message"] for line in lines]
+        texts = ["".join(part.get(name, "") for part in parts) for name in ("thinking", "content")]
+        added.append((texts, [call for part in parts for call in part.get("tool_calls", ())], lines[-1]["eval_count"]))
+    assert added == [added[0]] * len(added)
+    (texts, calls, count) = added[0]
+    assert (texts, count) == (["Rome.", "So:\n\n done"], len(OUTPUT))
+    assert [call["function"]["arguments"] for call in calls] == [{"city": "Rome"}, {"city": "Bari"}]

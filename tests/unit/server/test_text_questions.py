@@ -17,6 +17,7 @@ from support.machine import limit
 from support.sim_ring import SimTokenizer
 
 from pdserve.messages.base import Message
+from pdserve.messages.conversation import ChatMessage, Conversation
 from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq
 from pdserve.model_files.model_limits import ModelLimits
 from pdserve.runtime.web.keys import SCOPE_KEY, Caller
@@ -72,6 +73,20 @@ def test_an_answer_has_a_limit_of_tokens_in_all() -> None:
     assert encoded.error is not None
     assert f"more than {context} tokens" in encoded.error
     assert len(given) == 9, "what follows is not encoded"
+
+
+def test_a_rendered_conversation_is_returned_if_asked_for() -> None:
+    def asked(*, returns: bool) -> Encoded:
+        tokenizer, limits = Counting(), ModelLimits(64, VOCAB)
+        questions = TextQuestions(PromptEncoder(tokenizer, MissingTemplate(), limits), tokenizer, limits)
+        question = EncodeReq(chat=Conversation([ChatMessage("user", "a")]), returns_rendered=returns, id=1)
+        encoded = questions.answer(question, "<user>a")
+        assert isinstance(encoded, Encoded)
+        return encoded
+
+    assert asked(returns=True).rendered == "<user>a"
+    assert asked(returns=False).rendered is None
+    assert len(asked(returns=True).token_ids[0]) == len("<user>a")
 
 
 def test_a_hopeless_text_is_refused_without_encoding_all_of_it() -> None:
