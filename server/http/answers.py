@@ -5,7 +5,7 @@ The OpenAPI page shows these models, and tests check every answer against them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, RootModel
 from starlette.responses import Response
@@ -47,6 +47,13 @@ class ErrorAnswer(AnswerBody):
     """Any status from 400 on."""
 
     error: ErrorDetail
+
+
+class PdserveFinish(AnswerBody):
+    """How an answer ended where its API has no word for it."""
+
+    type: Literal["abort", "timeout", "declined"]
+    message: str
 
 
 class InstanceAnswer(AnswerBody):

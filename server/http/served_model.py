@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...messages.decode import shown
 from ...model_files.model_path import resolve_model
 from ...model_files.sampling_defaults import NO_DEFAULTS, SamplingDefaults, read_sampling_defaults
 from ...model_files.text.template_source import read_chat_template
 from ..options import ServerOptions
 from ..output_parsers.choice import NONE, PLAIN_TEXT, OutputFormats, choose_formats
+from .errors import ApiError
 
 ALWAYS = "default"
 """A name that every instance answers to."""
@@ -50,3 +52,13 @@ class ServedModel:
     def answers_to(self, asked: str | None) -> bool:
         """Return whether ``asked`` names this model; None and "" name none and always do."""
         return not asked or asked in (ALWAYS, self.path, *self.names)
+
+
+def check_model(asked: str | None, model: ServedModel) -> None:
+    """Raise ``ApiError`` 404 if a client asks for a model that is not the one served.
+
+    None asks for no particular one.
+    """
+    if not model.answers_to(asked):
+        message = f'model: "{shown(asked or "")}" is not served here; "{model.name}" is'
+        raise ApiError(404, message, param="model", code="model_not_found")

@@ -13,8 +13,9 @@ from pdserve.messages.conversation import Conversation
 from pdserve.model_files.text.chat_template import ChatTemplate
 from pdserve.model_files.text.errors import PromptError
 from pdserve.server.http.errors import ApiError
+from pdserve.server.http.generation.tool_use import make_reader
 from pdserve.server.http.openai.chat import chat_of
-from pdserve.server.http.openai.message_parts import chat_reader
+from pdserve.server.http.openai.message_parts import tool_use_of
 from pdserve.server.http.openai.schemas import ChatBody
 from pdserve.server.output_parsers.choice import AUTO, choose_formats
 
@@ -87,7 +88,7 @@ def render_by_pdserve(source: str, body: Mapping[str, Any]) -> str:
     """Render as the server does; raises ``Refused`` with the text of the 400."""
     parsed = ChatBody.model_validate(body)
     try:
-        chat_reader(parsed, choose_formats(AUTO, AUTO, source))
+        make_reader(tool_use_of(parsed), choose_formats(AUTO, AUTO, source), separates_reasoning=True)
         return ChatTemplate(source, SPECIAL_TOKENS).render(chat_of(parsed))
     except (ApiError, PromptError) as e:
         raise Refused(str(e)) from e

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from ....messages.outputs import FinishReason, FinishType
 from ....messages.sampling import OutputMarks
@@ -15,6 +15,13 @@ from ...output_parsers.base import OutputFormat, OutputParser, ParseRequest
 from ...output_parsers.choice import marks_of
 from ...output_parsers.events import OutputEvent, TextDelta
 from ..engine.submission import Choice, Delta
+
+
+class ReadEvents(NamedTuple):
+    """Events of one delta. ``sent``: those of text that another instance has sent to the client."""
+
+    sent: Sequence[OutputEvent]
+    new: Sequence[OutputEvent]
 
 
 class OutputReader(Protocol):
@@ -26,6 +33,12 @@ class OutputReader(Protocol):
 
     def read(self, delta: Delta) -> Sequence[OutputEvent]:
         """Return the events (text, reasoning, tool calls) that ``delta`` adds to a streamed choice."""
+
+    def read_all(self, delta: Delta) -> ReadEvents:
+        """Return what ``read`` does, and apart from it the events that another instance has sent.
+
+        For a writer with a state that all events change, such as the number of the next part.
+        """
 
     def read_whole(self, choice: Choice) -> Sequence[OutputEvent]:
         """Return all events (text, reasoning, tool calls) of a choice that has finished."""
@@ -42,7 +55,16 @@ class PlainReader:
     @staticmethod
     def read(delta: Delta) -> Sequence[OutputEvent]:
         """Return the new text as one event; nothing for an empty delta."""
-        return (TextDelta(delta.text),) if delta.text else ()
+        return PlainReader._events(delta.text)
+
+    @staticmethod
+    def read_all(delta: Delta) -> ReadEvents:
+        """Return the text that another instance has sent, and the new text, as one event each; none for no text."""
+        return ReadEvents(PlainReader._events(delta.sent_before), PlainReader._events(delta.text))
+
+    @staticmethod
+    def _events(text: str) -> Sequence[OutputEvent]:
+        return (TextDelta(text),) if text else ()
 
     @staticmethod
     def read_whole(choice: Choice) -> Sequence[OutputEvent]:
@@ -69,17 +91,19 @@ class ParsedReader:
 
         Text that another instance has sent is parsed, but its events are not returned.
         """
+        return self.read_all(delta).new
+
+    def read_all(self, delta: Delta) -> ReadEvents:
+        """Parse a delta. Return the events of text that another instance has sent, and those that ``read`` returns."""
         choice = delta.choice
         parser = self._parsers.get(choice.index)
         if parser is None:
             parser = self._parsers[choice.index] = self._parser(choice)
-        if delta.sent_before:
-            # Another instance has sent what this text says.
-            parser.feed(delta.sent_before)
+        sent = parser.feed(delta.sent_before) if delta.sent_before else []
         events = parser.feed(delta.text) if delta.text else []
         if delta.finish is not None:
             events += parser.end(is_cut=is_cut(delta.finish))
-        return events
+        return ReadEvents(sent, events)
 
     def read_whole(self, choice: Choice) -> Sequence[OutputEvent]:
         """Parse the whole text of a finished choice, and return all its events.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..answers import AnswerBody
+from ..answers import AnswerBody, PdserveFinish
 from ..native.answers import TimingAnswer
 
 
@@ -35,13 +35,6 @@ class Usage(AnswerBody):
 
 FinishName = Literal["stop", "length", "tool_calls", "content_filter"]
 """OpenAI's, all of them."""
-
-
-class PdserveFinish(AnswerBody):
-    """How an answer ended where OpenAI has no word for it; ``finish_reason`` is "length" then."""
-
-    type: Literal["abort", "timeout", "declined"]
-    message: str
 
 
 class OpenAIAnswer(AnswerBody):

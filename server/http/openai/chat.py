@@ -19,13 +19,15 @@ from ..generation.output_reader import OutputReader
 from ..generation.request_names import named
 from ..generation.request_terms import timed
 from ..generation.tickets import ticket_of
+from ..generation.tool_use import forced_call, make_reader
 from ..parsing import parse_body
+from ..served_model import check_model
 from ..state import HttpState
 from .answers import ChatAnswer, ChatChunk
-from .common import Envelope, EnvelopeRenderer, check_model, ending, plan_openai, usage
+from .common import Envelope, EnvelopeRenderer, ending, plan_openai, usage
 from .conversation import read_conversation
 from .logprobs import LogprobsWriter, chat_logprobs
-from .message_parts import MessageParts, chat_reader, forced_call
+from .message_parts import MessageParts, tool_use_of
 from .schemas import ChatBody
 
 KIND = "chat.completion"
@@ -42,9 +44,10 @@ async def chat_completions(request: Request) -> Response:
     max_tokens = INT32_MAX if body.token_limit is None else body.token_limit
     if body.min_tokens > max_tokens:
         raise bad_request("min_tokens", f"{body.min_tokens} is above max_completion_tokens ({max_tokens})")
-    logprobs, reader = chat_logprobs(body), chat_reader(body, state.model.formats)
+    logprobs, use, formats = chat_logprobs(body), tool_use_of(body), state.model.formats
+    separates = body.separate_reasoning or not body.include_reasoning
+    reader, forced = make_reader(use, formats, separates_reasoning=separates), forced_call(use, formats)
     prompts = [Prompt(chat=chat_of(body))]
-    forced = forced_call(body, state.model.formats)
     plans = plan_openai(body, prompts, False, max_tokens, logprobs.options, state, marks=reader.marks, grammar=forced)
     envelope = Envelope.of(body, plans, state.model, ticket_of(request.scope))
     parts = MessageParts(

@@ -18,9 +18,10 @@ from ..generation.request_names import named
 from ..generation.request_terms import timed
 from ..generation.tickets import ticket_of
 from ..parsing import parse_body
+from ..served_model import check_model
 from ..state import HttpState
 from .answers import CompletionAnswer
-from .common import Envelope, EnvelopeRenderer, check_model, ending, plan_openai, usage
+from .common import Envelope, EnvelopeRenderer, ending, plan_openai, usage
 from .logprobs import LogprobsWriter, completion_logprobs
 from .schemas import CompletionBody
 

@@ -10,19 +10,9 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from ....messages.conversation import ChatToolCall
 from ...output_parsers.base import Tools
-from ..bodies.fields import MANY, ONE, Body, check_small
+from ..bodies.fields import MANY, ONE, Body
+from ..bodies.tool_fields import MAX_TOOL_CALLS, MAX_TOOLS, CallId, ToolName, Values, check_together, check_values
 from ..bodies.unserved import ANYTHING, IGNORED, Unserved
-
-MAX_TOOLS = 1024
-MAX_TOOL_VALUES = 1 << 15
-"""Maximum number of values in the descriptions of all tools; they hold at most ``MAX_FREE_CHARACTERS`` as well."""
-MAX_TOOL_CALLS = 256
-"""Maximum number of calls in one turn."""
-ToolName = Annotated[str, Field(min_length=1, max_length=256)]
-
-
-def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    return check_small(schema, MAX_TOOL_VALUES)
 
 
 class FunctionBody(Body):
@@ -32,7 +22,7 @@ class FunctionBody(Body):
 
     name: ToolName
     description: str | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(_check_schema)] | None = None
+    parameters: Values | None = None
 
 
 class ToolBody(Body):
@@ -69,7 +59,7 @@ class ToolCallBody(Body):
 
     unserved: ClassVar[Unserved] = {"index": ANYTHING}
 
-    id: Annotated[str, Field(max_length=256)] = ""
+    id: CallId = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -91,15 +81,15 @@ class ToolCallBody(Body):
                 raise ValueError(f"arguments of {self.function.name} are not JSON: {e}") from None
         if not isinstance(given, dict):
             raise ValueError(f"arguments of {self.function.name} are not a JSON object")
-        return check_small(given, MAX_TOOL_VALUES)
+        return check_values(given)
 
 
-def _check_together(tools: list[ToolBody]) -> list[ToolBody]:
-    check_small({str(i): tool.model_dump() for i, tool in enumerate(tools)}, MAX_TOOL_VALUES)
+def _check_tools(tools: list[ToolBody]) -> list[ToolBody]:
+    check_together([tool.model_dump() for tool in tools])
     return tools
 
 
-ToolBodies = Annotated[list[ToolBody], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_check_together)]
+ToolBodies = Annotated[list[ToolBody], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_check_tools)]
 ToolCallBodies = Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=MAX_TOOL_CALLS)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(ONE)] | Annotated[NamedToolChoice, Tag(MANY)],
