@@ -6,11 +6,10 @@ import orjson
 from starlette.types import Send
 
 from ..runtime.web.errors import ErrorShape, plain_error
-from ..runtime.web.sse import StreamFormat
+from ..runtime.web.sse import OPENAI_STREAM, StreamFormat
 from .errors import RouterError
 from .headers import JSON_TYPE, Headers
 
-OPENAI_STREAM = StreamFormat()
 READY = b'{"status":"ready"}'
 
 
@@ -41,10 +40,13 @@ class ClientAnswer:
         self.started = True
         await self._open(status, headers)
 
-    async def keep_alive(self, status: int, headers: Headers, comment: bytes) -> None:
-        """Send an SSE comment, and before it a stream's head if none has been sent yet. ``started`` stays as it is."""
+    async def keep_alive(self, status: int, headers: Headers, event: bytes) -> None:
+        """Send an event without meaning, and before it a stream's head if none has been sent yet.
+
+        ``started`` stays as it is.
+        """
         await self._open(status, headers)
-        await self.write(comment)
+        await self.write(event)
 
     async def write(self, chunk: bytes) -> None:
         """Send bytes of the body; waits while the client reads too slowly."""
@@ -69,7 +71,7 @@ class ClientAnswer:
         """Send an error, and end the answer with it.
 
         If no head has been sent yet, the answer has the error's status and headers. Otherwise it ends with the error as
-        an SSE event, and ``[DONE]``.
+        an event, and with the last event of the API's streams.
         """
         body = orjson.dumps(self._error_shape(error.fields()))
         if self._opened:

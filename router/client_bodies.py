@@ -55,13 +55,17 @@ class ClientBodies:
         except UploadDropped as e:
             raise TooManyBodiesError(str(e)) from None
 
-    async def parse(self, raw: bytes, request_id: str = "", rid_prefix: str = "") -> RequestBody:
+    async def parse(
+        self, raw: bytes, request_id: str = "", rid_prefix: str = "", *, streams: bool = False
+    ) -> RequestBody:
         """Parse a request's JSON body. One of more than ``LARGE_BYTES`` is parsed on a thread, one body at a time.
 
         Count it by ``hold`` before, because it may wait for other large ones. ``request_id`` and ``rid_prefix`` become
-        parts of the rid that is drawn if the body has none. Raises ``BadRequestError``.
+        parts of the rid that is drawn if the body has none. ``streams``: whether the answer streams if the body does
+        not say. Raises ``BadRequestError``.
         """
-        return await self._aside.run(len(raw) > LARGE_BYTES, lambda: RequestBody.parse(raw, request_id, rid_prefix))
+        parse = lambda: RequestBody.parse(raw, request_id, rid_prefix, streams=streams)  # noqa: E731
+        return await self._aside.run(len(raw) > LARGE_BYTES, parse)
 
     @contextlib.contextmanager
     def hold(self, size: int, key: str) -> Iterator[None]:

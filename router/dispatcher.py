@@ -26,8 +26,8 @@ from ..messages.error_codes import INSTANCE_FAILED
 from ..runtime.cluster_secret import BootstrapSignature, RouterKeys
 from ..runtime.web.client.client import Body, HttpClient
 from ..runtime.web.errors import error_status, without_frames
-from ..runtime.web.moved_answer import FOLLOW, MOVED_EVENT, MOVED_TYPE, TICKET, Ticket, read_ticket
-from ..runtime.web.sse import StreamFormat
+from ..runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET, Ticket, read_ticket
+from ..runtime.web.sse import OPENAI_STREAM, StreamFormat
 from .client_answer import ClientAnswer
 from .errors import (
     InstanceAnsweredError,
@@ -43,7 +43,7 @@ from .fleet import Fleet, Pair, Target
 from .headers import CONTENT_TYPE, Headers, passed_back
 from .health import seconds_to_notice
 from .instance import Answering, Instance
-from .leg import Leg, LegLimits, is_comment
+from .leg import Leg, LegLimits
 from .options import RouterOptions
 from .quarantine import WINDOW_SECONDS, Quarantine, digest_of
 from .request_body import RequestBody
@@ -61,7 +61,6 @@ FAILED_CODE = f'"code":"{INSTANCE_FAILED}"'.encode()
 """Part of an error event after an instance died in the middle of its answer."""
 TICKET_REFUSED = (400, 401, 403, 404, 429)
 """Statuses below 500 with which an instance refuses to go on with an answer. Others are the request's own errors."""
-EVENT_STREAM = b"text/event-stream"
 UNTYPED = (CONTENT_TYPE, b"application/octet-stream")
 UNCACHED = (b"cache-control", b"no-cache")
 CAN_FOLLOW = (FOLLOW, b"1")
@@ -75,6 +74,8 @@ class RoutedRequest:
     headers: Headers
     """The headers that are passed on."""
     body: RequestBody
+    stream_format: StreamFormat = OPENAI_STREAM
+    """Format of the answer if it is a stream."""
     is_probe: bool = False
     """Whether the body is the router's own (``/health_generate``), which is never suspected of crashing instances."""
 
@@ -193,7 +194,7 @@ class Dispatcher:
         """
         begun_at = time.monotonic()
         try:
-            async with Leg(self._client, self._fleet, instance, self._limits) as leg:
+            async with Leg(self._client, self._fleet, instance, self._limits, request.stream_format) as leg:
                 yield leg
         except InstanceCrashedError:
             self._quarantine.record(await digest_of(request.body.raw), instance.url, begun_at)
@@ -316,14 +317,14 @@ class Dispatcher:
         Return None at its end, or the ``Ticket`` with which the rest is to be fetched from another instance. ``begun``
         is called before the first part is sent. Raises ``RouterError``.
         """
-        begun_at = time.monotonic()
+        begun_at, framing = time.monotonic(), request.stream_format
         async with self._leg(instance, request) as leg:
             head = await leg.open(request.path, body, headers, streams=request.body.stream)
             content_type = head.header(CONTENT_TYPE)
             if content_type == MOVED_TYPE:
                 return ticket_in(await leg.read_all(), instance)
             back = [*([] if content_type else [UNTYPED]), *passed_back(head.headers)]
-            if content_type is None or not content_type.lower().startswith(EVENT_STREAM):
+            if content_type is None or not content_type.lower().startswith(framing.media_type):
                 begun()
                 await answer.whole(head.status, back, await leg.read_all())
                 return None
@@ -331,19 +332,19 @@ class Dispatcher:
                 back.append(UNCACHED)
             ticket: Ticket | None = None
             while events := await leg.next_events():
-                if MOVED_EVENT in events:
-                    events, _, last = events.partition(MOVED_EVENT)
-                    ticket = ticket_in(last.strip(), instance)
+                events, last = framing.split_moved(events)
+                if last is not None:
+                    ticket = ticket_in(last, instance)
                     if not events:
                         return ticket
                 if not answer.started:
-                    if is_comment(events):
+                    if framing.is_keep_alive(events):
                         await answer.keep_alive(head.status, back, events)
                         continue
-                    raise_first_error(events, instance, answer.stream_format)
+                    raise_first_error(events, instance, framing)
                     begun()
                     await answer.start(head.status, back)
-                if answer.stream_format.error_sign in events:
+                if framing.has_error(events):
                     answer.sent_error = True
                     if FAILED_CODE in events:
                         self._quarantine.record(await digest_of(request.body.raw), instance.url, begun_at)
@@ -433,7 +434,7 @@ def ticket_in(text: bytes, instance: Instance) -> Ticket:
 
 
 def raise_first_error(events: bytes, instance: Instance, stream_format: StreamFormat) -> None:
-    """Raise ``RouterError`` if an answer's first SSE event is an error. Comments may precede it in the same read.
+    """Raise ``RouterError`` if an answer's first event is an error. Keep-alives may precede it in the same read.
 
     The client has been sent nothing yet, so the error can still become a status, or lead to a retry.
     """

@@ -99,8 +99,9 @@ class GenerationEndpoint:
         if self._fixed_body is not None:
             body = await self._bodies.parse(self._fixed_body, record.request_id)
             return RoutedRequest("/generate", headers, body, is_probe=True)
-        body = await self._bodies.parse(raw, record.request_id, record.rid_prefix)
-        return RoutedRequest(scope["path"], headers, body)
+        framing = record.stream_format
+        body = await self._bodies.parse(raw, record.request_id, record.rid_prefix, streams=framing.is_default)
+        return RoutedRequest(scope["path"], headers, body, framing)
 
     async def _serve(self, request: RoutedRequest, answer: ClientAnswer, receive: Receive) -> None:
         work = asyncio.create_task(self._dispatcher.serve(request, answer))

@@ -197,15 +197,19 @@ def retry_after(headers: Headers) -> float | None:
 
 
 def parse_error(answer: bytes) -> dict[str, Any] | None:
-    """Return the ``error`` object of an answer in the API's error shape, None for anything else.
+    """Return the fields of an error in the shape of its API, None for anything else.
 
-    Lists and objects in it are left out. No API has them there, and a deeply nested one could not be passed on.
+    They are in the object ``error``, or beside it if ``error`` is the message. Lists and objects in it are left out. No
+    API has them there, and a deeply nested one could not be passed on.
     """
     try:
         parsed = orjson.loads(answer)
     except orjson.JSONDecodeError:
         return None
     error = parsed.get("error") if isinstance(parsed, dict) else None
+    if isinstance(error, str):
+        error = {**parsed, "message": error}
+        del error["error"]
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         return None
     return {name: value for name, value in error.items() if not isinstance(value, dict | list)}

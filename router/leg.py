@@ -3,7 +3,7 @@
     created ──open()──▶ answered 2xx ──next_events() | read_all() | discard()──▶ done
        └────────┴── any failure raises ──┴── leaving the block drops the connection, which aborts the request there
 
-An answer's bytes are passed on unchanged: nothing is decompressed, and SSE events are not parsed, only kept whole.
+An answer's bytes are passed on unchanged: nothing is decompressed, and events are not parsed, only kept whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..runtime.web.client.client import Body, HttpClient
 from ..runtime.web.client.errors import AnswerTooLong, CannotConnect, ClientError, ConnectionGone
 from ..runtime.web.client.events import EventBuffer
 from ..runtime.web.client.response import ClientResponse
-from ..runtime.web.sse import EVENT_END
+from ..runtime.web.sse import OPENAI_STREAM, StreamFormat
 from .errors import (
     SUCCESS,
     AnswerTooLongError,
@@ -37,11 +37,6 @@ MAX_WHOLE_BYTES = 1 << 28
 request by default (``--max-logprobs-per-request``) is about an eighth of it."""
 
 
-def is_comment(events: bytes) -> bool:
-    """Return whether ``events`` are only SSE comments. Then the prompt still waits, and may be computed elsewhere."""
-    return events.startswith(b":") and b"data:" not in events
-
-
 class LegLimits(NamedTuple):
     """Limits on an instance's silence, in seconds."""
 
@@ -56,13 +51,21 @@ class LegLimits(NamedTuple):
 class Leg:
     """A request to ``instance``. A context manager: leaving it closes the connection unless the answer is complete."""
 
-    def __init__(self, client: HttpClient, fleet: Fleet, instance: Instance, limits: LegLimits) -> None:
+    def __init__(
+        self,
+        client: HttpClient,
+        fleet: Fleet,
+        instance: Instance,
+        limits: LegLimits,
+        stream_format: StreamFormat = OPENAI_STREAM,
+    ) -> None:
         self.instance = instance
         self._client = client
         self._fleet = fleet
         self._limits = limits
         self._answer: ClientResponse | None = None
-        self._events = EventBuffer()
+        self._format = stream_format
+        self._events = EventBuffer(ends=stream_format.event_ends)
         self._patience = limits.first_byte
         self._spoke_at = time.monotonic()
         self._task: asyncio.Task[Any] | None = None
@@ -94,7 +97,7 @@ class Leg:
     def give_up(self, since: float, reason: str) -> None:
         """Cancel the task of this request, because the instance hangs. Its block ends with ``InstanceCrashedError``.
 
-        Do nothing if the instance sent more than comments after ``since`` (``time.monotonic()``).
+        Do nothing if the instance sent more than keep-alives after ``since`` (``time.monotonic()``).
         """
         if self._given_up or self._task is None or self._spoke_at > since:
             return
@@ -169,7 +172,7 @@ class Leg:
             raise self._broken(exc) from exc
 
     async def next_events(self) -> bytes:
-        """Wait for the next SSE events, and return them, always whole; b"" at the end of the answer.
+        """Wait for the next events of a stream, and return them, always whole; b"" at the end of the answer.
 
         Raises ``InstanceGoneError`` or ``InstanceSilentError``, and drops half an event, if the answer breaks off.
         """
@@ -181,15 +184,15 @@ class Leg:
         except (ClientError, TimeoutError) as exc:
             raise self._broken(exc) from exc
         part = self._events.rest()
-        return part + EVENT_END if part else b""
+        return part + self._format.event_ends[0] if part else b""
 
     def _hear(self, data: bytes) -> None:
-        """Note that ``data`` arrived. A comment only shows that the instance is alive, not that the request gets on.
+        """Note that ``data`` arrived. A keep-alive only shows that the instance is alive, not that the request gets on.
 
-        Raises ``InstanceSilentError`` if there were only comments for too long.
+        Raises ``InstanceSilentError`` if there was nothing else for too long.
         """
         now = self.instance.heard_at = time.monotonic()
-        if not is_comment(data):
+        if not self._format.is_keep_alive(data):
             self._patience, self._spoke_at = self._limits.idle, now
         elif now - self._spoke_at > self._patience:
             raise self._silent(self._patience, "said nothing but that it is alive")

@@ -88,10 +88,11 @@ class RequestBody:
     """Prefix of the API's ids, which a drawn rid begins with."""
 
     @classmethod
-    def parse(cls, raw: bytes, request_id: str = "", rid_prefix: str = "") -> RequestBody:
+    def parse(cls, raw: bytes, request_id: str = "", rid_prefix: str = "", *, streams: bool = False) -> RequestBody:
         """Parse a body. Raises ``BadRequestError`` unless it is a JSON object without too many prompts.
 
-        An empty body stands for an object without fields. An instance reports the missing ones.
+        ``streams``: whether the answer streams if the body does not say. An empty body stands for an object without
+        fields. An instance reports the missing ones.
         """
         raw = without_bootstrap_fields(raw or b"{}")
         fields = _decode(raw, _Fields)
@@ -101,7 +102,7 @@ class RequestBody:
         prompt_tokens = next((prompt.tokens for prompt in prompts if prompt.tokens), None)
         return cls(
             raw=raw,
-            stream=fields.stream == TRUE,
+            stream=fields.stream == TRUE or (streams and fields.stream in (ABSENT, NULL)),
             batch_size=next((prompt.batch_size for prompt in prompts if prompt.batch_size is not None), None),
             prompt_tokens=_chat_tokens(fields.messages) if prompt_tokens is None else prompt_tokens,
             is_empty=EMPTY.fullmatch(raw) is not None,

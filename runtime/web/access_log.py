@@ -25,7 +25,7 @@ from ..refusal_log import RefusalLog
 from .errors import ErrorShape, plain_error
 from .paths import Access, PathFacts, PathTable
 from .proxies import UNKNOWN, TrustedProxies
-from .sse import StreamFormat
+from .sse import OPENAI_STREAM, StreamFormat
 
 log = logging.getLogger("pdserve.access")
 
@@ -79,6 +79,11 @@ class AccessRecord:
         return self.facts.rid_prefix if self.facts is not None else ""
 
     @property
+    def stream_format(self) -> StreamFormat:
+        """Format of the path's streams: the usual one if the path does not exist."""
+        return self.facts.stream_format if self.facts is not None else OPENAI_STREAM
+
+    @property
     def label(self) -> str:
         """Label of the path in metrics; ``OTHER`` for all paths that do not exist."""
         return self.facts.label if self.facts is not None else OTHER
@@ -99,14 +104,15 @@ class AccessRecord:
         The headers are the request's id and those in ``headers``. The message is changed in place.
         """
         if message["type"] == "http.response.body":
-            # A comment that keeps a stream alive is not yet its answer.
-            if not self.first_byte_at and not message.get("body", b"").startswith(b":"):
+            # An event that keeps a stream alive is not yet its answer.
+            if not self.first_byte_at and not self.stream_format.is_keep_alive(message.get("body", b"")):
                 self.first_byte_at = time.monotonic()
             self.sent_bytes += len(message.get("body", b""))
         elif message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() != HEADER]
-            self.streams = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
+            streamed = self.stream_format.media_type
+            self.streams = any(name == b"content-type" and value.startswith(streamed) for name, value in headers)
             message["headers"] = [*headers, *self.headers, (HEADER, self.request_id.encode("ascii"))]
 
 
@@ -119,7 +125,7 @@ def error_shape(scope: Scope) -> ErrorShape:
 def stream_format(scope: Scope) -> StreamFormat:
     """Return the format of streams at the path of ``scope``: the usual one if the path does not exist."""
     record: AccessRecord | None = scope.get(SCOPE_KEY)
-    return record.facts.stream_format if record is not None and record.facts is not None else StreamFormat()
+    return record.stream_format if record is not None else OPENAI_STREAM
 
 
 class AccessCounts:

@@ -20,15 +20,12 @@ from itertools import chain
 from .errors import ErrorShape, plain_error
 from .moved_answer import MOVED_PATH
 from .paths import DELETE, GET, POST, Access, AtRouter, PathFacts, PathTable, Server
-from .sse import StreamFormat
+from .sse import OPENAI_STREAM, StreamFormat
 
 NOT_FOUND, GENERATE, ASK_ONE, OWN = AtRouter.NOT_FOUND, AtRouter.GENERATE, AtRouter.ASK_ONE, AtRouter.OWN
 OPEN, METRICS, USER, CACHE, ADMIN = Access.OPEN, Access.METRICS, Access.USER, Access.CACHE, Access.ADMIN
 
 Api = tuple[PathFacts, ...]
-
-
-OPENAI_STREAM = StreamFormat()
 
 
 def api(*paths: PathFacts, error_shape: ErrorShape = plain_error, stream_format: StreamFormat = OPENAI_STREAM) -> Api:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 ErrorShape = Callable[[dict[str, Any]], dict[str, Any]]
 """Makes the body of an error answer from the fields that ``error_fields`` returns.
 
-A router passes on the fields of an instance's error only if the body has them in an object ``error``. Otherwise the
-client learns the status and the instance.
+A router passes on the fields of an instance's error only if the body has them in an object ``error``, or beside the
+message ``error``. Otherwise the client learns the status and the instance.
 """
 E = TypeVar("E", bound=BaseException)
 

@@ -1,8 +1,8 @@
 """Protocol for the rest of an answer that goes on at another instance.
 
-A client announces by the header ``FOLLOW`` that it can follow. Then its answer ends with a ``Ticket``: as the event
-``moved``, or, if nothing was sent yet, as the whole answer, of type ``MOVED_TYPE``. The client sends the same request
-with the ticket (``TICKET``) to the instance that it names, and gets the rest.
+A client announces by the header ``FOLLOW`` that it can follow. Then its answer ends with a ``Ticket``: as an event
+(``StreamFormat.moved``), or, if nothing was sent yet, as the whole answer, of type ``MOVED_TYPE``. The client sends the
+same request with the ticket (``TICKET``) to the instance that it names, and gets the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ MOVED_PATH = "/moved"
 FOLLOW = b"x-pdserve-follow"
 TICKET = b"x-pdserve-ticket"
 MOVED_TYPE = b"application/x-pdserve-moved+json"
-MOVED_EVENT = b"event: moved\ndata: "
 MAX_TICKET_BYTES = 8192
 MAX_RID_CHARS = 512
 """Maximum characters of a client's own name, with the parts that batches and migrations add to it."""

@@ -10,7 +10,7 @@ from enum import Enum, Flag, auto
 from typing import NamedTuple
 
 from .errors import ErrorShape, plain_error
-from .sse import StreamFormat
+from .sse import OPENAI_STREAM, StreamFormat
 
 DOT_SEGMENTS = frozenset({".", ".."})
 GET, POST, DELETE = ("GET",), ("POST",), ("DELETE",)
@@ -78,8 +78,8 @@ class PathFacts(NamedTuple):
     """Whether a GET makes the model compute."""
     error_shape: ErrorShape = plain_error
     """Form of the path's errors, whichever server and layer they come from."""
-    stream_format: StreamFormat = StreamFormat()
-    """Error event and last event of the path's streams."""
+    stream_format: StreamFormat = OPENAI_STREAM
+    """Framing of the path's streams."""
 
     @property
     def only_reads(self) -> bool:

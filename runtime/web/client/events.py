@@ -1,11 +1,10 @@
-"""Server-sent events of an answer, put together from pieces of any length."""
+"""Events of a streamed answer, put together from pieces of any length."""
 
 from __future__ import annotations
 
+from ..sse import EVENT_ENDS
 from .errors import BadAnswer
 
-EVENT_ENDS = (b"\n\n", b"\n\r\n")
-"""Both line ends that servers use. The line before the empty one may end in either, too."""
 MAX_EVENT_BYTES = 64 << 20
 """Longest event. The first one of a long prompt with log-probabilities has some MiB."""
 
@@ -13,11 +12,13 @@ MAX_EVENT_BYTES = 64 << 20
 class EventBuffer:
     """Buffer that cuts a stream into runs of whole events. It holds the bytes of an incomplete event.
 
-    Raises ``BadAnswer`` when that event exceeds ``limit`` bytes (default ``MAX_EVENT_BYTES``).
+    ``ends``: texts that end an event, of at most 3 bytes. Raises ``BadAnswer`` when that event exceeds ``limit`` bytes
+    (default ``MAX_EVENT_BYTES``).
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, ends: tuple[bytes, ...] = EVENT_ENDS) -> None:
         self._limit = MAX_EVENT_BYTES if limit is None else limit
+        self._ends = ends
         self._part = bytearray()
 
     def whole(self, data: bytes) -> bytes:
@@ -27,11 +28,11 @@ class EventBuffer:
         """
         part = self._part
         # Nearly always true: an instance writes whole events.
-        if not part and data.endswith(EVENT_ENDS):
+        if not part and data.endswith(self._ends):
             return data
         begin = max(0, len(part) - 2)  # an end may come in two pieces; what is before it was searched already
         part += data
-        end = max(at + len(mark) if (at := part.rfind(mark, begin)) >= 0 else 0 for mark in EVENT_ENDS)
+        end = max(at + len(mark) if (at := part.rfind(mark, begin)) >= 0 else 0 for mark in self._ends)
         whole = bytes(part[:end])
         del part[:end]
         if len(part) > self._limit:

@@ -1,9 +1,9 @@
-"""The answer to a generation request, plain or as server-sent events.
+"""The answer to a generation request, plain or as a stream in the format of its API.
 
 The response submits the requests itself: whatever ends it (the last token, an error, the client, a bug) ends them as
 well. The status line waits for the first delta, so that a request that fails at once gets its true status. A failure
 after that is an error event. If nothing comes for ``KEEP_ALIVE_SECONDS``, the status is sent
-nonetheless, with a comment: proxies cut idle connections.
+nonetheless, with an event that means nothing: proxies cut idle connections.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from ....messages.outputs import FinishType
 from ....runtime.web.access_log import AccessRecord, stream_format
 from ....runtime.web.keys import Caller
-from ....runtime.web.moved_answer import MOVED_EVENT, MOVED_TYPE, TICKET, Ticket, header
+from ....runtime.web.moved_answer import MOVED_TYPE, TICKET, Ticket, header
 from ....runtime.web.sse import DATA_PREFIX, EVENT_END
 from ..engine.engine_client import EngineClient
 from ..engine.plan import PromptPlan
@@ -34,13 +34,11 @@ from .tickets import can_follow, ticket_of
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE = b": keep-alive\n\n"
 LARGE_LOGPROBS = 10_000
 """Number of log-probabilities that take some 10 ms to write."""
 KEEP_ALIVE_SECONDS = 15.0
-"""Interval of keep-alive comments. Most proxies wait for 60 s; shorter answers contain none."""
-EVENT_STREAM = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+"""Interval of keep-alive events. Most proxies wait for 60 s; shorter answers contain none."""
+STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     # nginx would hold small chunks back.
     (b"x-accel-buffering", b"no"),
@@ -234,29 +232,30 @@ class EngineResponse(Response):
         return Ticket(moved.epoch, moved.host, moved.port, moved.key, *sent, self._name, self._renderer.created).dump()
 
     async def _send_stream(self, submission: Submission, scope: Scope, send: Send) -> None:
-        started, ends = False, stream_format(scope)
+        started, framing = False, stream_format(scope)
+        head = [(b"content-type", framing.content_type), *STREAM_HEADERS]
         try:
             with KeepAlive(submission):
                 while True:
                     deltas = await submission.deltas()
                     if not started:
                         started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-                    events = b"".join(map(self._renderer.events, deltas)) if deltas else KEEP_ALIVE
+                        await send({"type": "http.response.start", "status": 200, "headers": head})
+                    events = b"".join(map(self._renderer.events, deltas)) if deltas else framing.keep_alive
                     if submission.done:
-                        events += self._renderer.last_events(submission.choices) + ends.last_event
+                        events += self._renderer.last_events(submission.choices) + framing.last_event
                         break
                     if events:
                         await send({"type": "http.response.body", "body": events, "more_body": True})
         except ApiError as e:
             if not started:
                 raise
-            events = ends.end_with_error(orjson.dumps(e.renamed(self._renderer.field_names).body(scope)))
+            events = framing.end_with_error(orjson.dumps(e.renamed(self._renderer.field_names).body(scope)))
         except AnswerMoved as e:
             if not started:
                 await self._send_ticket(submission, e, send)
                 return
-            events = MOVED_EVENT + self._ticket(submission, e) + EVENT_END
+            events = framing.moved(self._ticket(submission, e))
             await send({"type": "http.response.body", "body": events, "more_body": False})
             return
         await send({"type": "http.response.body", "body": events, "more_body": False})

@@ -16,13 +16,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ....runtime.web.paths import PathFacts
-from ....runtime.web.sse import DATA_PREFIX, StreamFormat
+from ....runtime.web.sse import DATA_PREFIX, SSE_TYPE, StreamFormat
 from ..answers import MetricsText
 from ..endpoint import HttpEndpoint, QueryParameter, endpoint
 
 PARAMETER = re.compile(r"\{(\w+)\}")
 REF = "#/components/schemas/{model}"
-STREAMED = 'With "stream": true, each event{but} holds one of these.'
+STREAMED = "{when}, each event{but} holds one of these."
+ASKED, UNLESS = 'With "stream": true', 'Unless "stream" is false'
 
 
 @endpoint()
@@ -85,8 +86,10 @@ def _describe(
         good["content"] = {"text/plain": {"schema": {"type": "string"}}}
     if path.event is not None:
         last = stream_format.last_event.removeprefix(DATA_PREFIX).strip().decode()
-        good["description"] = STREAMED.format(but=f" but the last, {last}," if last else "")
-        good["content"]["text/event-stream"] = {"schema": _event(ref_of[path.event], last)}
+        when, but = UNLESS if stream_format.is_default else ASKED, f" but the last, {last}," if last else ""
+        good["description"] = STREAMED.format(when=when, but=but)
+        media_type, schema = stream_format.media_type.decode(), ref_of[path.event]
+        good["content"][media_type] = {"schema": _event(schema, last) if media_type == SSE_TYPE else schema}
     error = {"description": "docs/http-api.md lists the statuses", "content": _json(ref_of[path.error])}
     operation["responses"] = {"200": good, "4XX": error, "5XX": error}
 
