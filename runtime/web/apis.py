@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from .errors import ErrorShape, plain_error
+from .errors import ErrorShape, anthropic_error, plain_error
 from .moved_answer import MOVED_PATH
 from .paths import DELETE, GET, POST, Access, AtRouter, PathFacts, PathTable, Server
 from .sse import OPENAI_STREAM, StreamFormat
@@ -26,6 +26,14 @@ NOT_FOUND, GENERATE, ASK_ONE, OWN = AtRouter.NOT_FOUND, AtRouter.GENERATE, AtRou
 OPEN, METRICS, USER, CACHE, ADMIN = Access.OPEN, Access.METRICS, Access.USER, Access.CACHE, Access.ADMIN
 
 Api = tuple[PathFacts, ...]
+
+ANTHROPIC_STREAM = StreamFormat(
+    before_error=b"event: error\ndata: ",
+    error_sign=b"event: error\n",
+    last_event=b"",
+    keep_alive=b'event: ping\ndata: {"type":"ping"}\n\n',
+)
+"""Anthropic's streams: each event has a name."""
 
 
 def api(*paths: PathFacts, error_shape: ErrorShape = plain_error, stream_format: StreamFormat = OPENAI_STREAM) -> Api:
@@ -110,6 +118,24 @@ APIS: tuple[Api, ...] = (
             GENERATE,
             rid_prefix="chatcmpl-",
         ),
+    ),
+    # Anthropic's
+    api(
+        post(
+            "/v1/messages",
+            "anthropic.messages:messages",
+            "answer a conversation, Anthropic's shape",
+            GENERATE,
+            rid_prefix="msg_",
+        ),
+        post(
+            "/v1/messages/count_tokens",
+            "anthropic.count_tokens:count_tokens",
+            "count a prompt's tokens, Anthropic's shape",
+            ASK_ONE,
+        ),
+        error_shape=anthropic_error,
+        stream_format=ANTHROPIC_STREAM,
     ),
     # Text and tokens
     api(
