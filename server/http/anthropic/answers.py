@@ -85,9 +85,10 @@ class MessageStart(AnswerBody):
 
 
 class Ping(AnswerBody):
-    """An event without contents."""
+    """An event that adds nothing to the message. ``output_tokens``: tokens so far, of a part that is not complete."""
 
     type: Literal["ping"]
+    output_tokens: int | None = None
 
 
 class ContentBlockStart(AnswerBody):

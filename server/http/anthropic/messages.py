@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -29,6 +30,11 @@ from .conversation import read_conversation, tool_use_of
 from .schemas import MessagesBody, ThinkingBody
 
 PING = {"type": "ping"}
+PROGRESS_SECONDS = 15.0
+"""Interval of pings while tokens come but no event can be written, as of a long call: it is written when complete.
+
+They say how many tokens there are. So a router can tell them from keep-alives, which show no progress.
+"""
 
 
 @endpoint(MessageAnswer, body=MessagesBody, event=MessageEvent, error=AnthropicErrorAnswer)
@@ -84,6 +90,7 @@ class MessageRenderer:
         self._model = model
         self._reader = reader
         self._blocks = blocks
+        self._wrote_at = 0.0
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
         """Return the message, JSON-ready, of the one choice, which has finished."""
@@ -92,7 +99,10 @@ class MessageRenderer:
         return self._message(choice, fold(events), self._ending(choice))
 
     def events(self, delta: Delta) -> bytes:
-        """Encode the events for ``delta``: before the first output the message's start and a ping, then its blocks."""
+        """Encode the events for ``delta``: before the first output the message's start and a ping, then its blocks.
+
+        If there are none, and have been none for ``PROGRESS_SECONDS``, encode a ping.
+        """
         choice, opening = delta.choice, list[dict[str, Any]]()
         if delta.is_first:
             begun = self._message(choice, [], {"stop_reason": None, "stop_sequence": None})
@@ -101,7 +111,15 @@ class MessageRenderer:
         # What another instance has sent opens and closes blocks here, too.
         for _ in self._blocks.add(read.sent):
             pass
-        return _encode([*opening, *self._blocks.add(read.new)])
+        return self._written([*opening, *self._blocks.add(read.new)], choice)
+
+    def _written(self, events: list[dict[str, Any]], choice: Choice) -> bytes:
+        now = time.monotonic()
+        if not events and now - self._wrote_at >= PROGRESS_SECONDS:
+            events = [{**PING, "output_tokens": choice.completion_tokens}]
+        if events:
+            self._wrote_at = now
+        return _encode(events)
 
     def last_events(self, choices: list[Choice]) -> bytes:
         """Encode the end of the last block and of the message."""

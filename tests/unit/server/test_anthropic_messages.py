@@ -16,6 +16,7 @@ from pdserve.messages.moves import ReqArrived, ReqMoved
 from pdserve.messages.outputs import FinishReason, FinishType, ReasoningReport, ReqError, ReqMeta, TextBatch, Timing
 from pdserve.messages.text import EncodeReq
 from pdserve.runtime.web.moved_answer import TICKET
+from pdserve.server.http.anthropic import messages
 from pdserve.server.http.anthropic.answers import AnthropicErrorAnswer, MessageAnswer, MessageEvent
 from pdserve.server.http.anthropic.content import ContentBlocks, fold
 from pdserve.server.output_parsers.events import ReasoningDelta, TextDelta, ToolCall
@@ -181,6 +182,19 @@ def test_how_an_answer_ended(finish: FinishReason, ends: dict[str, Any], stream:
     message = streamed(body, "Rome.", finish=finish) if stream else message_of(ask(body, "Rome.", finish=finish)[0])
     assert {name: message.get(name) for name in ends} == ends
     assert ("pdserve_finish" in message) == ("pdserve_finish" in ends)
+
+
+def test_a_long_call_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "PROGRESS_SECONDS", 0.0)
+    pings = [
+        event
+        for event in events_of(ask({"tools": [TOOL], "stream": True}, CALL, piece=9)[0].text)
+        if event["type"] == "ping"
+    ]
+    assert pings[0] == {"type": "ping"}
+    counts = [ping["output_tokens"] for ping in pings[1:]]
+    assert len(counts) > 3
+    assert counts == sorted(counts)
 
 
 def test_a_cut_call_is_left_out_and_a_stop_sequence_comes_before_calls() -> None:
@@ -374,9 +388,9 @@ def test_a_stream_goes_on_where_its_answer_does() -> None:
             # What is known of the prompt when a stream begins differs in this engine.
             return {name: value for name, value in message.items() if name != "usage"}
 
-    messages = [asyncio.run(moved(at)) for at in range(1, len(output), 9)]
-    assert messages == [messages[0]] * len(messages)
-    assert [block["type"] for block in messages[0]["content"]] == ["thinking", "text", "tool_use", "tool_use", "text"]
+    answers = [asyncio.run(moved(at)) for at in range(1, len(output), 9)]
+    assert answers == [answers[0]] * len(answers)
+    assert [block["type"] for block in answers[0]["content"]] == ["thinking", "text", "tool_use", "tool_use", "text"]
 
 
 def test_blocks_follow_the_order_of_events() -> None:
@@ -402,7 +416,7 @@ def test_the_tokens_of_a_prompt_are_counted() -> None:
         assert question.chat is not None
         assert [turn.role for turn in question.chat.messages] == ["system", "user"]
         bad = await engine.post(COUNT, {"messages": [{"role": "user", "content": "bad"}]})
-        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "messages")
+        assert (bad.status_code, bad.json()["error"]["message"]) == (400, "text: not encodable")
         long = await engine.post(COUNT, {"messages": [{"role": "user", "content": "x" * (1 << 20)}], "system": "y"})
         assert "1048577 characters" in long.json()["error"]["message"]
         other = await engine.post(COUNT, {"model": "claude-9", "messages": [USER]})
