@@ -90,7 +90,7 @@ class MessageRenderer:
         self._model = model
         self._reader = reader
         self._blocks = blocks
-        self._wrote_at = 0.0
+        self._wrote_at = time.monotonic()
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
         """Return the message, JSON-ready, of the one choice, which has finished."""
