@@ -238,7 +238,7 @@ HERE = "messages[2].content[1]"
         (with_block(CALL, "assistant"), "messages", "tool_result"),
         (with_block(RESULT, "assistant"), f"{HERE}.type", '"tool_result" is not served'),
         ({"messages": [{"role": "assistant", "content": [CALL] * (MAX_TOOL_CALLS + 1)}]}, "messages[0].content", "256"),
-        ({"system": [IMAGE]}, "system[0].type", ""),
+        ({"system": [{"type": "image", "text": "a"}]}, "system[0].type", ""),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "is required"),
         ({"tools": [{"input_schema": SCHEMA}]}, "tools[0].name", "is required"),
         ({"tools": [TOOL] * (MAX_TOOLS + 1)}, "tools", "too many"),
