@@ -29,6 +29,8 @@ ERROR_TYPES = {
 
 
 TOO_LONG, TOO_LONG_WORDS = "context_length_exceeded", "prompt is too long"
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Anthropic's word for a request to keep a conversation, in an error's ``details``. Its package goes on without."""
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -95,7 +97,10 @@ def anthropic_error(error: dict[str, Any]) -> dict[str, Any]:
         message = f"{TOO_LONG_WORDS}: {message}"
     kind = error.get("kind", error.get("type"))
     named = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    fields = {"param": error.get("param"), "code": error.get("code"), "status": status, "kind": kind}
+    code = error.get("code")
+    fields = {"param": error.get("param"), "code": code, "status": status, "kind": kind}
+    if code == THREAD_UNSUPPORTED:
+        fields["details"] = {"error_code": code, "unsupported": ["thread"]}
     return {"type": "error", "error": {"type": named, "message": message, **fields}}
 
 

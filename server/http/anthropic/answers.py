@@ -181,6 +181,13 @@ class TokenCount(AnswerBody):
     input_tokens: int
 
 
+class AnthropicErrorDetails(AnswerBody):
+    """More about the refusal of ``thread``, for Anthropic's package."""
+
+    error_code: str
+    unsupported: list[str]
+
+
 class AnthropicErrorDetail(AnswerBody):
     """An error. ``kind`` is pdserve's type of it, the others are as in all errors."""
 
@@ -190,6 +197,7 @@ class AnthropicErrorDetail(AnswerBody):
     code: str | None
     status: int
     kind: str | None
+    details: AnthropicErrorDetails | None = None
 
 
 class AnthropicErrorAnswer(AnswerBody):

@@ -20,6 +20,8 @@ BILLING = "x-anthropic-billing-header:"
 
 It differs in each request. In the prompt, it would keep any prefix from being found in the cache.
 """
+REMINDER = "<system-reminder>\n{}\n</system-reminder>"
+"""Form of instructions within a conversation: few chat templates have a place for them but the user's turn."""
 FAILED = "Error: "
 """Beginning of the result of a tool that failed: chat templates have no other place for that."""
 EFFORTS = {"xhigh": "high", "max": "high"}
@@ -59,7 +61,7 @@ def read_conversation(body: MessagesPromptBody) -> Conversation:
     """
     drafts = [Draft("system", system)] if (system := _system(body)) else []
     for turn in body.messages:
-        if turn.role == "assistant" or not turn.blocks:
+        if turn.role == "assistant" or (turn.role == "user" and not turn.blocks):
             _draft(drafts, turn.role)
         for block in turn.blocks:
             _add(drafts, turn.role, block)
@@ -84,7 +86,9 @@ def _draft(drafts: list[Draft], role: str) -> Draft:
 
 def _add(drafts: list[Draft], role: str, block: BlockBody) -> None:
     """Add a block of a message to the last draft, or to a new one. Each result of a tool is one of its own."""
-    if block.type == "text":
+    if block.type == "text" and role == "system":
+        _instruct(drafts, [block.text or ""])
+    elif block.type == "text":
         _draft(drafts, role).texts.append(block.text or "")
     elif block.type == "tool_result":
         texts = block.result_texts or [""]
@@ -92,11 +96,19 @@ def _add(drafts: list[Draft], role: str, block: BlockBody) -> None:
             texts[0] = FAILED + texts[0]
         drafts.append(Draft("tool", texts, call_id=block.tool_use_id))
     elif block.type == "mid_conv_system":
-        _draft(drafts, "system").texts.extend(block.result_texts)
+        _instruct(drafts, block.result_texts)
     elif block.type == "tool_use":
         _draft(drafts, role).calls.append(ChatToolCall(block.id or "", block.name or "", block.input or {}))
     elif block.thinking:
         _draft(drafts, role).thoughts.append(block.thinking)
+
+
+def _instruct(drafts: list[Draft], texts: list[str]) -> None:
+    """Add instructions to the system's turn, or to the user's if the conversation has begun."""
+    if not drafts or drafts[-1].role == "system":
+        _draft(drafts, "system").texts.extend(texts)
+    else:
+        _draft(drafts, "user").texts.extend(map(REMINDER.format, texts))
 
 
 def tool_use_of(body: MessagesPromptBody) -> ToolUse:

@@ -12,10 +12,12 @@ from starlette.responses import Response
 
 from ....messages.grammar import Grammar
 from ....messages.outputs import FinishReason, FinishType
+from ....runtime.web.errors import THREAD_UNSUPPORTED
 from ....runtime.web.sse import EVENT_END
 from ..endpoint import endpoint
 from ..engine.plan import Prompt, PromptPlan, name_requests, sampling_params
 from ..engine.submission import Choice, Delta
+from ..errors import ApiError
 from ..generation.engine_response import EngineResponse
 from ..generation.output_reader import OutputReader
 from ..generation.request_names import named
@@ -29,6 +31,7 @@ from .content import ContentBlocks, fold
 from .conversation import read_conversation, tool_use_of
 from .schemas import MessagesBody, ThinkingBody
 
+NO_THREADS = "thread: this server keeps no conversations; send all messages of the conversation, without this field"
 PING = {"type": "ping"}
 PROGRESS_SECONDS = 15.0
 """Interval of pings while tokens come but no event can be written, as of a long call: it is written when complete.
@@ -43,6 +46,8 @@ async def messages(request: Request) -> Response:
     state = HttpState.of(request)
     body = named(request, timed(request, await parse_body(request, MessagesBody)))
     check_model(body.model, state.model)
+    if body.thread is not None:
+        raise ApiError(400, NO_THREADS, param="thread", code=THREAD_UNSUPPORTED)
     use = tool_use_of(body)
     reader = make_reader(use, state.model.formats, separates_reasoning=True)
     plan = plan_message(body, reader, forced_call(use, state.model.formats), state)

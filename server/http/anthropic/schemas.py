@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from ....messages.grammar import Grammar
 from ....messages.sampling import MAX_STOPS, MAX_TEMPERATURE
-from ..bodies.fields import INT32_MAX, INTEGRAL, MANY, ONE, Body, FieldError
+from ..bodies.fields import INT32_MAX, INTEGRAL, MANY, ONE, Body, FieldError, check_small
 from ..bodies.message_fields import MAX_MESSAGES, MAX_PARTS
 from ..bodies.request_fields import Count, RequestFields, SamplingFields, StopString
 from ..bodies.structure import grammars_of, one_grammar
@@ -21,6 +21,8 @@ MAX_CHARACTERS = 1 << 20
 """Maximum number of characters in a prompt that is only counted, as for ``/tokenize``."""
 CUSTOM = "custom"
 """Type of the tools that clients run. A tool without a type is one as well."""
+TOOL_SEARCH = "tool_search_tool"
+"""Beginning of the types of Anthropic's own search for deferred tools."""
 
 PROMPT: Unserved = {
     # How long a prefix stays cached is decided here by use alone.
@@ -31,13 +33,15 @@ PROMPT: Unserved = {
 }
 MESSAGES: Unserved = {
     **PROMPT,
-    **dict.fromkeys(("service_tier", "inference_geo", "user_profile_id"), IGNORED),
-    **neutral(names="container"),
+    **dict.fromkeys(("service_tier", "inference_geo", "user_profile_id", "billing_policy", "diagnostics"), IGNORED),
+    # What happens after a refusal, which no model here answers with.
+    **dict.fromkeys(("fallbacks", "fallback_credit_token"), IGNORED),
+    **neutral(names="container compaction"),
 }
 TOOL: Unserved = {
     # When arguments are sent: here always at their end.
     **dict.fromkeys(("cache_control", "eager_input_streaming"), ANYTHING),
-    **dict.fromkeys(("strict", "defer_loading", "allowed_callers", "input_examples"), IGNORED),
+    **dict.fromkeys(("strict", "allowed_callers", "input_examples"), IGNORED),
 }
 
 
@@ -63,7 +67,11 @@ class TurnBody(Body):
     @property
     def blocks(self) -> list[BlockBody]:
         """Blocks of the turn. A text counts as one block."""
-        return self.content if isinstance(self.content, list) else [BlockBody(type="text", text=self.content)]
+        return (
+            self.content
+            if isinstance(self.content, list)
+            else [BlockBody.model_construct(type="text", text=self.content)]
+        )
 
     @property
     def characters(self) -> int:
@@ -81,6 +89,8 @@ class MessagesToolBody(Body):
     description: str | None = None
     input_schema: Values | None = None
     """JSON schema of the arguments, an object."""
+    defer_loading: bool = False
+    """Whether the tool is left out until a block of the conversation names it."""
 
     @classmethod
     def is_ignored(cls, content: Mapping[str, Any]) -> bool:
@@ -127,7 +137,7 @@ class ThinkingBody(Body):
 
     unserved: ClassVar[Unserved] = {"budget_tokens": IGNORED}
 
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     display: Literal["summarized", "omitted"] = "summarized"
     """Whether blocks of thinking contain their text, all of it; "omitted" leaves it empty."""
 
@@ -189,8 +199,20 @@ class MessagesPromptBody(Body):
 
     @property
     def custom_tools(self) -> list[MessagesToolBody]:
-        """Tools that are not ignored."""
-        return [tool for tool in self.tools if tool.type == CUSTOM]
+        """Tools that are not ignored, and that the conversation has not removed, or has named if they are deferred.
+
+        Without Anthropic's search for tools, which is ignored, none but the client can find deferred tools.
+        """
+        is_found = any(tool.type.startswith(TOOL_SEARCH) for tool in self.tools)
+        changes: dict[str, bool] = {}
+        for turn in self.messages:
+            for block in turn.blocks:
+                changes |= block.tool_changes
+        return [
+            tool
+            for tool in self.tools
+            if tool.type == CUSTOM and changes.get(tool.name or "", is_found or not tool.defer_loading)
+        ]
 
     @property
     def callable_tools(self) -> list[MessagesToolBody]:
@@ -227,6 +249,8 @@ class MessagesBody(MessagesPromptBody, RequestFields):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), INTEGRAL] = -1
     metadata: MetadataBody | None = None
+    thread: Annotated[dict[str, Any], AfterValidator(check_small)] | None = None
+    """Refused: no conversations are kept here. Anthropic's package then sends all of the conversation."""
 
     @model_validator(mode="after")
     def _check_last(self) -> MessagesBody:

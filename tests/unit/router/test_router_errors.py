@@ -11,7 +11,7 @@ from support.router_rig import EVENT, generate, scenario
 from pdserve.router.dispatcher import raise_first_error
 from pdserve.router.errors import InstanceAnsweredError
 from pdserve.router.instance import Instance, Role
-from pdserve.runtime.web.errors import anthropic_error, error_fields
+from pdserve.runtime.web.errors import THREAD_UNSUPPORTED, anthropic_error, error_fields
 from pdserve.runtime.web.sse import StreamFormat
 
 ERROR = {
@@ -106,6 +106,7 @@ def test_a_status_that_the_body_lacks_is_added():
     [
         error_fields(502, "the peer is gone", "transfer_error"),
         error_fields(400, "too many tokens", code="context_length_exceeded", param="messages"),
+        error_fields(400, "no threads", code=THREAD_UNSUPPORTED, param="thread"),
     ],
 )
 def test_a_router_goes_by_pdserves_type_in_an_api_with_others(fields):

@@ -124,13 +124,19 @@ def test_turns_of_one_role_become_one() -> None:
     assert chat.messages[1].reasoning_content == "Hm.\nHm."
 
 
-def test_instructions_within_a_conversation_are_turns_of_the_system() -> None:
+def test_instructions_within_a_conversation_are_reminders_in_the_users_turn() -> None:
     block = {"type": "mid_conv_system", "content": [text("Now in French.")]}
-    answer = {"role": "assistant", "content": "Hi."}
+    answer, told = {"role": "assistant", "content": "Hi."}, {"role": "system", "content": "Now in French."}
     inside = read(USER, answer, {"role": "user", "content": [block, text("And?")]}, system="Be brief.")
-    between = read(USER, answer, {"role": "system", "content": "Now in French."}, {"role": "user", "content": "And?"})
+    between = read(USER, answer, told, {"role": "user", "content": "And?"})
     assert inside.messages[1:] == between.messages
-    assert [turn.role for turn in between.messages] == ["user", "assistant", "system", "user"]
+    reminder = "<system-reminder>\nNow in French.\n</system-reminder>"
+    assert between.messages[2:] == [ChatMessage("user", [reminder, "And?"])]
+    after = read(USER, told)
+    assert after.messages == [ChatMessage("user", ["Weather in Rome?", reminder])]
+    assert after.add_generation_prompt
+    first = read(told, USER, system="Be brief.")
+    assert first.messages[0] == ChatMessage("system", ["Be brief.", "Now in French."])
 
 
 def test_an_answer_goes_on_with_the_assistants_last_turn() -> None:
@@ -164,6 +170,35 @@ def test_tools_are_the_clients_own() -> None:
     assert chat.tools == [{"type": "function", "function": function}]
     assert read(USER, tools=[TOOL], tool_choice={"type": "none"}).tools is None
     assert read(USER, tools=[SEARCH]).tools is None
+
+
+LATE = {**TOOL, "name": "late", "defer_loading": True}
+
+
+def names(*turns: dict[str, Any], tools: list[dict[str, Any]]) -> list[str]:
+    return [tool["function"]["name"] for tool in read(*turns, tools=tools).tools or ()]
+
+
+def test_a_deferred_tool_is_there_once_the_conversation_names_it() -> None:
+    call = {"role": "assistant", "content": [CALL]}
+    found = {"role": "user", "content": [{**RESULT, "content": [{"type": "tool_reference", "tool_name": "late"}]}]}
+    assert names(USER, tools=[TOOL, LATE]) == ["weather"]
+    assert names(USER, call, found, tools=[TOOL, LATE]) == ["weather", "late"]
+    assert read(USER, call, found, tools=[TOOL, LATE]).messages[2].content == "late"
+    search = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
+    assert names(USER, tools=[search, TOOL, LATE]) == ["weather", "late"]
+
+
+def test_tools_come_and_go_within_a_conversation() -> None:
+    def change(kind: str, name: str) -> dict[str, Any]:
+        block = {"type": kind, "tool": {"type": "tool_reference", "name": name}}
+        return {"role": "system", "content": [block]}
+
+    assert names(USER, change("tool_addition", "late"), tools=[TOOL, LATE]) == ["weather", "late"]
+    assert names(USER, change("tool_removal", "weather"), tools=[TOOL, LATE]) == []
+    both = (change("tool_removal", "weather"), change("tool_addition", "weather"))
+    assert names(USER, *both, tools=[TOOL]) == ["weather"]
+    assert read(USER, change("tool_removal", "weather"), tools=[TOOL]).messages == read(USER).messages
 
 
 @pytest.mark.parametrize(
@@ -227,6 +262,11 @@ HERE = "messages[2].content[1]"
         ({"messages": [{"role": "user", "content": [text("a")] * (MAX_PARTS + 1)}]}, "messages[0].content", "too many"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", ""),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
+        (
+            {"messages": [USER, {"role": "system", "content": [{"type": "tool_addition", "tool": {"type": "x"}}]}]},
+            "messages[1].content[0].tool.type",
+            "",
+        ),
         (with_block(IMAGE), f"{HERE}.type", '"image" is not served'),
         (with_block(DOCUMENT), f"{HERE}.type", '"document" is not served'),
         (with_block({"type": "thinking", "thinking": "a"}), f"{HERE}.type", '"thinking" is not served'),

@@ -293,6 +293,16 @@ def test_errors_have_anthropics_shape(body: dict[str, Any], status: int, kind: s
     assert not engine.sent
 
 
+def test_a_thread_is_refused_as_anthropics_package_expects_it() -> None:
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        response, engine = ask({"thread": thread})
+        AnthropicErrorAnswer.model_validate_json(response.content, strict=True)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "thread")
+        assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert not engine.sent
+
+
 def test_tools_need_a_template_with_tools() -> None:
     response, _ = ask({"tools": [TOOL]}, template="{{ messages }}")
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
