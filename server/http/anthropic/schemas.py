@@ -137,9 +137,10 @@ class ThinkingBody(Body):
 
     unserved: ClassVar[Unserved] = {"budget_tokens": IGNORED}
 
-    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    display: Literal["summarized", "omitted"] = "summarized"
-    """Whether blocks of thinking contain their text, all of it; "omitted" leaves it empty."""
+    type: Annotated[str, Field(max_length=64)]
+    """Only "disabled" differs: how much a model reasons is its own choice."""
+    display: Annotated[str, Field(max_length=64)] = "summarized"
+    """Only "omitted" differs: blocks of thinking have no text then."""
 
 
 class JsonFormatBody(Body):

@@ -287,7 +287,7 @@ HERE = "messages[2].content[1]"
         ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice", "needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name", "is required"),
         ({"tools": [TOOL], "tool_choice": {"type": "required"}}, "tool_choice.type", ""),
-        ({"thinking": {"type": "on"}}, "thinking.type", ""),
+        ({"thinking": {"type": 1}}, "thinking.type", "must be a string"),
         ({"stop_sequences": ["x"] * 33}, "stop_sequences", "too many"),
         ({"stop_sequences": ["x" * 1025]}, "stop_sequences[0]", "1024"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),

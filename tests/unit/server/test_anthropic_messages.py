@@ -213,6 +213,7 @@ def test_a_cut_call_is_left_out_and_a_stop_sequence_comes_before_calls() -> None
     [
         (None, [("thinking", "so")]),
         ({"type": "enabled", "budget_tokens": 1024}, [("thinking", "so")]),
+        ({"type": "adaptive", "display": "updates"}, [("thinking", "so")]),
         ({"type": "adaptive", "display": "omitted"}, [("thinking", "")]),
         ({"type": "disabled"}, []),
     ],
