@@ -228,8 +228,9 @@ class MessagesPromptBody(Body):
 
     def grammar(self) -> Grammar | None:
         """Return what the output must match; None: anything. Raises ``FieldError`` if two fields are given."""
-        formats = {"output_config.format": self.output_config and self.output_config.format}
-        formats |= {"output_format": self.output_format}
+        formats = {"output_format": self.output_format}
+        if self.output_config is not None:
+            formats["output_config.format"] = self.output_config.format
         # A schema that allows anything still asks for JSON.
         given = {name: ("json_schema", one.schema_ or "{}") for name, one in formats.items() if one is not None}
         return one_grammar(grammars_of(given))
