@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from .errors import ErrorShape, message_error, plain_error
+from .errors import ErrorShape, anthropic_error, message_error, plain_error
 from .moved_answer import MOVED_PATH
 from .paths import DELETE, GET, GET_OR_POST, POST, Access, AtRouter, PathFacts, PathTable, Server
 from .sse import OPENAI_STREAM, StreamFormat
@@ -42,6 +42,13 @@ OLLAMA_LINES = StreamFormat(
 """Ollama's streams: a JSON object in each line."""
 OLLAMA_RUNS = "Ollama is running"
 """Text of ``/``, which Ollama's clients compare."""
+ANTHROPIC_STREAM = StreamFormat(
+    before_error=b"event: error\ndata: ",
+    error_sign=b"event: error\n",
+    last_event=b"",
+    keep_alive=b'event: ping\ndata: {"type":"ping"}\n\n',
+)
+"""Anthropic's streams: each event has a name."""
 
 
 def api(*paths: PathFacts, error_shape: ErrorShape = plain_error, stream_format: StreamFormat = OPENAI_STREAM) -> Api:
@@ -143,6 +150,24 @@ APIS: tuple[Api, ...] = (
         post("/api/chat", "ollama.generate:chat", "answer a conversation, Ollama's shape", GENERATE),
         error_shape=message_error,
         stream_format=OLLAMA_LINES,
+    ),
+    # Anthropic's
+    api(
+        post(
+            "/v1/messages",
+            "anthropic.messages:messages",
+            "answer a conversation, Anthropic's shape",
+            GENERATE,
+            rid_prefix="msg_",
+        ),
+        post(
+            "/v1/messages/count_tokens",
+            "anthropic.count_tokens:count_tokens",
+            "count a prompt's tokens, Anthropic's shape",
+            ASK_ONE,
+        ),
+        error_shape=anthropic_error,
+        stream_format=ANTHROPIC_STREAM,
     ),
     # Text and tokens
     api(

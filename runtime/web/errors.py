@@ -9,7 +9,8 @@ ErrorShape = Callable[[dict[str, Any]], dict[str, Any]]
 """Makes the body of an error answer from the fields that ``error_fields`` returns.
 
 A router passes on the fields of an instance's error only if the body has them in an object ``error``, or beside the
-message ``error``. Otherwise the client learns the status and the instance.
+message ``error``. Otherwise the client learns the status and the instance. If the API has types of its own, pdserve's
+type is there as ``kind``: a router goes by it. A router applies the shape again to the fields that it passes on.
 """
 E = TypeVar("E", bound=BaseException)
 
@@ -25,6 +26,22 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+TOO_LONG, TOO_LONG_WORDS = "context_length_exceeded", "prompt is too long"
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Anthropic's word for a request to keep a conversation, in an error's ``details``. Its package goes on without."""
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's ``type`` of errors by status. Others are invalid_request_error below 500, and api_error from there on."""
 
 
 def without_frames(error: E) -> E:
@@ -74,6 +91,23 @@ def message_error(error: dict[str, Any]) -> dict[str, Any]:
     """Make the body of an error in Ollama's shape: ``error`` is the message, and the other fields are beside it."""
     others = {name: value for name, value in error.items() if name != "message"}
     return {"error": error["message"], **others}
+
+
+def anthropic_error(error: dict[str, Any]) -> dict[str, Any]:
+    """Make the body of an error in the shape of Anthropic's API, with its word for each status as the type.
+
+    If the prompt is too long, the message begins with the words by which clients know that.
+    """
+    status, message = error_status(error), error["message"]
+    if error.get("code") == TOO_LONG and not message.startswith(TOO_LONG_WORDS):
+        message = f"{TOO_LONG_WORDS}: {message}"
+    kind = error.get("kind", error.get("type"))
+    named = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    code = error.get("code")
+    fields = {"param": error.get("param"), "code": code, "status": status, "kind": kind}
+    if code == THREAD_UNSUPPORTED:
+        fields["details"] = {"error_code": code, "unsupported": ["thread"]}
+    return {"type": "error", "error": {"type": named, "message": message, **fields}}
 
 
 def error_body(status: int, message: str, *, code: str | None = None) -> dict[str, Any]:

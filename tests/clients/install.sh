@@ -23,6 +23,7 @@ make_environment() { # NAME, then what pip is to install; a name ending in ! is 
 }
 
 make_environment openai openai==3.51.0 httpx schemathesis==4.32.5 pytest
+make_environment anthropic anthropic==2.10.0 httpx pytest
 make_environment langchain langchain-openai==1.7.3 pytest
 make_environment litellm litellm==1.106.2 pytest
 make_environment ollama ollama==0.6.3 pytest

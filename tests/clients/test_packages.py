@@ -17,7 +17,7 @@ INSIDE = HERE / "inside"
 pytestmark = pytest.mark.timeout(1800)
 
 
-@pytest.mark.parametrize("package", ["openai", "langchain", "litellm", "ollama"])
+@pytest.mark.parametrize("package", ["openai", "anthropic", "langchain", "litellm", "ollama"])
 def test_a_package(pair: Pair, package: str) -> None:
     run_inside(pair, package)
 

@@ -95,6 +95,45 @@ def test_ollamas_clients_get_reasoning_and_calls_in_lines_and_as_a_whole(pair: P
         assert isinstance(answer.json()["error"], str)
 
 
+def test_anthropics_messages_pass_through_a_router(pair: Pair) -> None:
+    tool = {"name": "record_answer", "description": "Keep the answer.", "input_schema": {"type": "object"}}
+    server_tool = {"type": "web_search_20250305", "name": "web_search"}
+    body = {"messages": [{"role": "user", "content": "Think it through"}], "tools": [tool, server_tool]}
+    whole = pair.router.post("/v1/messages?beta=true", body | {"max_tokens": 200, "rid": "msg_1"}).json()
+    thinking, call = whole["content"]
+    assert (thinking["thinking"].strip(), call["input"]) == ("9.9 is 9.90, and larger.", {"answer": "9.9"})
+    assert whole["stop_reason"] == "tool_use"
+    assert whole["usage"]["output_tokens_details"]["thinking_tokens"] > 0
+    stream = pair.router.post("/v1/messages", body | {"max_tokens": 200, "rid": "msg_1", "stream": True}).text
+    begun, _, *events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
+    usage = begun["message"]["usage"]
+    assert usage["cache_read_input_tokens"] > 0
+    length = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert pair.router.post("/v1/messages/count_tokens", body).json() == {"input_tokens": length}
+    started = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert [block.get("id") for block in started] == [None, call["id"]]
+    *_, arguments = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert json.loads(arguments["partial_json"]) == {"answer": "9.9"}
+    assert (events[-2]["delta"]["stop_reason"], events[-1]) == ("tool_use", {"type": "message_stop"})
+    refused = pair.router.post("/v1/messages", body | {"max_tokens": 1, "model": "another"})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
+
+
+def test_a_result_in_anthropics_shape_is_answered(pair: Pair) -> None:
+    call = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "toolu_1",
+        "content": [{"type": "text", "text": '{"sky": "clear"}'}],
+    }
+    turns = [{"role": "user", "content": "Look outside"}, {"role": "assistant", "content": [call]}]
+    body = {"messages": [*turns, {"role": "user", "content": [result]}], "max_tokens": 50}
+    tools = [{"name": "look", "input_schema": {"type": "object"}}]
+    answer = pair.router.post("/v1/messages", body | {"tools": tools, "stop_sequences": [", and"]}).json()
+    assert answer["content"] == [{"type": "text", "text": "It is 18 degrees in Paris"}]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", ", and")
+
+
 def test_calls_stay_whole_when_requests_are_retracted(pair: Pair) -> None:
     def save(number: int) -> Any:
         # Prompts differ from their first token, so that their KV does not fit together.

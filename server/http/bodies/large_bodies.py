@@ -66,8 +66,16 @@ def check_amount(content: dict[str, Any]) -> None:
                 raise ApiError(413, text, param=name)
     messages = content.get("messages")
     if isinstance(messages, list):
-        contents = (message.get("content") for message in messages if isinstance(message, dict))
-        parts = sum(len(content) for content in contents if isinstance(content, list))
+        parts = sum(_parts(message) for message in messages if isinstance(message, dict))
         if parts > MAX_TEXT_PARTS:
             text = f"messages: {parts} parts in all, the limit is {MAX_TEXT_PARTS}; join their texts"
             raise ApiError(413, text, param="messages")
+
+
+def _parts(message: dict[str, Any]) -> int:
+    """Return the number of parts in the content of a message, and of parts in the content of these."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return 0
+    inner = (part.get("content") for part in content if isinstance(part, dict))
+    return len(content) + sum(len(one) for one in inner if isinstance(one, list))

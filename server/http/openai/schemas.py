@@ -20,15 +20,13 @@ from ..bodies.fields import (
     PromptIds,
     TemplateArgs,
 )
+from ..bodies.message_fields import MAX_MESSAGES, MAX_PARTS
 from ..bodies.request_fields import Count, RequestFields, SamplingFields, Seed
 from ..bodies.unserved import ANYTHING, IGNORED, STRUCTURE, Unserved, neutral
 from .structure import OpenAIStructure
 from .tools import ToolBodies, ToolCallBodies, ToolChoice
 
 MAX_OPENAI_LOGPROBS = 20
-MAX_PARTS = 4096
-"""Maximum number of parts in the content of one message."""
-MAX_MESSAGES = 4096
 TEXT, TEXTS, IDS, ID_LISTS = TAG + "text", TAG + "texts", TAG + "ids", TAG + "id_lists"
 DEFAULT_COMPLETION_TOKENS = 16
 

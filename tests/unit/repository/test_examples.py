@@ -31,6 +31,7 @@ from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.server.cli import app
 from pdserve.server.http.answers import ErrorAnswer
+from pdserve.server.http.anthropic.answers import MessageAnswer
 from pdserve.server.http.native.answers import GenerateAnswer
 from pdserve.server.http.ollama.answers import OllamaError
 from pdserve.server.http.openai.answers import ChatAnswer, CompletionAnswer
@@ -56,12 +57,14 @@ ANSWERS = {
     "text": GenerateAnswer,
     "text_completion": CompletionAnswer,
     "chat.completion": ChatAnswer,
+    "type": MessageAnswer,
 }
 """What a JSON example of docs/http-api.md is, by its ``object`` or else its first key."""
 CALLS = {
     ".completions.create": "/v1/completions",
     ".chat.completions.create": "/v1/chat/completions",
     ".chat": "/api/chat",
+    ".messages.create": "/v1/messages",
     ".post": "/generate",
 }
 """The path that an expression in a Python example calls, by the end of the expression."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import orjson
 import pytest
 from support.router_rig import EVENT, generate, scenario
 
 from pdserve.router.dispatcher import raise_first_error
 from pdserve.router.errors import InstanceAnsweredError
 from pdserve.router.instance import Instance, Role
+from pdserve.runtime.web.errors import THREAD_UNSUPPORTED, anthropic_error, error_fields
 from pdserve.runtime.web.sse import StreamFormat
 
 ERROR = {
@@ -97,6 +99,21 @@ def test_a_status_that_the_body_lacks_is_added():
     assert error.fields() == {"message": "full", "code": 7, "status": 429}
     other = InstanceAnsweredError(500, b"<html>", "worker http://w", ())
     assert other.fields()["message"] == "worker http://w answered with status 500"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        error_fields(502, "the peer is gone", "transfer_error"),
+        error_fields(400, "too many tokens", code="context_length_exceeded", param="messages"),
+        error_fields(400, "no threads", code=THREAD_UNSUPPORTED, param="thread"),
+    ],
+)
+def test_a_router_goes_by_pdserves_type_in_an_api_with_others(fields):
+    body = anthropic_error(fields)
+    error = InstanceAnsweredError(fields["status"], orjson.dumps(body), "w", ())
+    assert (error.kind, error.blames_peer) == (fields["type"], fields["type"] == "transfer_error")
+    assert anthropic_error(error.fields()) == body
 
 
 def test_headers_that_the_api_promises_are_there_after_an_event_too():
