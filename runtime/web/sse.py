@@ -52,7 +52,7 @@ class StreamFormat(NamedTuple):
         return self.before_error + body + self.event_ends[0] + self.last_event
 
     def moved(self, ticket: bytes) -> bytes:
-        """Return the event that ends a stream whose rest is at another instance. ``ticket``: JSON without line ends."""
+        """Return the last event of a stream that goes on at another instance. ``ticket``: JSON without line ends."""
         return self.before_moved + ticket + self.event_ends[0]
 
     def split_moved(self, events: bytes) -> tuple[bytes, bytes | None]:

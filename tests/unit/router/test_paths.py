@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from support.fake_engine import FakeEngine
 
 from pdserve.router import app as router_app
+from pdserve.router.errors import parse_error
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.options import RouterOptions
@@ -95,7 +96,11 @@ def on_both(check: Callable[[Front], Awaitable[None]], **options: Any) -> None:
 def is_error(answer: httpx.Response, status: int) -> bool:
     if answer.request.method == "HEAD":
         return answer.status_code == status
-    error = answer.json()["error"]
+    error = parse_error(answer.content) or {}
+    # An API with types of its own has pdserve's as kind.
+    error = {name: value for name, value in error.items() if name != "kind"} | {
+        "type": error.get("kind", error["type"])
+    }
     kind = "permission_error" if status == 403 else "invalid_request_error"  # as OpenAI
     return (answer.status_code, error["status"], error["type"], error.keys()) == (status, status, kind, ERROR_FIELDS)
 
