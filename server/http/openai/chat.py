@@ -15,6 +15,7 @@ from ..engine.plan import Prompt
 from ..engine.submission import Choice, Delta
 from ..errors import bad_request
 from ..generation.engine_response import EngineResponse
+from ..generation.model_name import check_model
 from ..generation.output_reader import OutputReader
 from ..generation.request_names import named
 from ..generation.request_terms import timed
@@ -22,7 +23,7 @@ from ..generation.tickets import ticket_of
 from ..parsing import parse_body
 from ..state import HttpState
 from .answers import ChatAnswer, ChatChunk
-from .common import Envelope, EnvelopeRenderer, check_model, ending, plan_openai, usage
+from .common import Envelope, EnvelopeRenderer, ending, plan_openai, usage
 from .conversation import read_conversation
 from .logprobs import LogprobsWriter, chat_logprobs
 from .message_parts import MessageParts, chat_reader, forced_call

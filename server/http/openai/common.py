@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....messages.decode import shown
 from ....messages.grammar import Grammar
 from ....messages.outputs import FinishReason, FinishType
 from ....messages.requests import LogprobOptions
@@ -15,7 +14,6 @@ from ....messages.sampling import OutputMarks
 from ....runtime.web.moved_answer import Ticket
 from ..engine.plan import Prompt, PromptPlan, name_requests, sampling_params
 from ..engine.submission import Choice
-from ..errors import ApiError
 from ..generation.engine_response import event
 from ..generation.request_terms import terms_of
 from ..generation.timing import timing_of
@@ -33,16 +31,6 @@ FINISH_REASONS = {
     FinishType.DECLINED: "length",
 }
 """OpenAI's word for each finish. Clients in languages with enums refuse an answer with any other ``finish_reason``."""
-
-
-def check_model(asked: str | None, model: ServedModel) -> None:
-    """Raise ``ApiError`` 404 if a client asks for a model that is not the one served.
-
-    None asks for no particular one.
-    """
-    if not model.answers_to(asked):
-        message = f'model: "{shown(asked or "")}" is not served here; "{model.name}" is'
-        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def plan_openai(

@@ -14,13 +14,14 @@ from ..engine.plan import Prompt, make_prompts
 from ..engine.submission import Choice, Delta
 from ..errors import bad_request
 from ..generation.engine_response import EngineResponse
+from ..generation.model_name import check_model
 from ..generation.request_names import named
 from ..generation.request_terms import timed
 from ..generation.tickets import ticket_of
 from ..parsing import parse_body
 from ..state import HttpState
 from .answers import CompletionAnswer
-from .common import Envelope, EnvelopeRenderer, check_model, ending, plan_openai, usage
+from .common import Envelope, EnvelopeRenderer, ending, plan_openai, usage
 from .logprobs import LogprobsWriter, completion_logprobs
 from .schemas import CompletionBody
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from ....messages.decode import shown
-from ....messages.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
-from ...output_parsers.base import ParseRequest
+from ....messages.grammar import Grammar
 from ...output_parsers.choice import OutputFormats
 from ...output_parsers.events import OutputEvent, ReasoningDelta, TextDelta, ToolCall
-from ...output_parsers.forced import forced_calls
 from ..engine.submission import Choice
-from ..errors import bad_request
-from ..generation.output_reader import OutputReader, ParsedReader, PlainReader
+from ..generation.output_reader import OutputReader
+from ..generation.tool_calls import ANY_TOOL, call_id, choose_reader, force_call
 from .schemas import ChatBody
 from .tools import NamedToolChoice, schemas_of
-
-NO_TOOLS = "the model's chat template has no tools; start the server with --chat-template FILE"
 
 
 def chat_reader(body: ChatBody, formats: OutputFormats) -> OutputReader:
@@ -26,19 +20,9 @@ def chat_reader(body: ChatBody, formats: OutputFormats) -> OutputReader:
 
     ``formats``: the model's. Raises ``ApiError`` 400 for tools that the model's template or format does not support.
     """
-    choice = body.tool_choice
-    tools = body.tools if choice != "none" else []
-    if tools and not formats.renders_tools:
-        raise bad_request("tools", NO_TOOLS)
-    if tools and formats.calls is None:
-        raise bad_request(
-            "tools", "the format of this model's tool calls is not known; start the server with --tool-call-parser"
-        )
+    tools = schemas_of(body.tools) if body.tool_choice != "none" else {}
     separates = body.separate_reasoning or not body.include_reasoning
-    output_format = formats.for_request(has_tools=bool(tools), separates_reasoning=separates)
-    if output_format is None:
-        return PlainReader()
-    return ParsedReader(output_format, ParseRequest(schemas_of(tools), separates_reasoning=separates))
+    return choose_reader(tools, formats, separates_reasoning=separates)
 
 
 def forced_call(body: ChatBody, formats: OutputFormats) -> Grammar | None:
@@ -46,26 +30,9 @@ def forced_call(body: ChatBody, formats: OutputFormats) -> Grammar | None:
 
     Raises ``ApiError`` 400 for an unknown tool, a format of calls that can't be forced, or too large a grammar.
     """
-    choice, tools = body.tool_choice, schemas_of(body.tools)
-    if choice in (None, "none", "auto") or formats.calls is None:
-        return None
-    if isinstance(choice, NamedToolChoice):
-        name = choice.function.name
-        if name not in tools:
-            raise bad_request("tool_choice", f"names {shown(name, 64)!r}, which is not among the tools")
-        tools = {name: tools[name]}
-    many = body.parallel_tool_calls and choice == "required"
-    if (grammar := forced_calls(formats.calls, tools, many=many)) is None:
-        raise bad_request(
-            "tool_choice", f'must be "auto" or "none": calls in the format {formats.calls.name} can\'t be forced yet'
-        )
-    if len(grammar.source) > MAX_GRAMMAR_CHARACTERS:
-        raise bad_request(
-            "tools",
-            f"make a grammar of {len(grammar.source)} characters for tool_choice; the limit is "
-            f"{MAX_GRAMMAR_CHARACTERS}; give fewer tools, or shorter descriptions in their parameters",
-        )
-    return grammar
+    choice = body.tool_choice
+    forced = ANY_TOOL if choice == "required" else choice.function.name if isinstance(choice, NamedToolChoice) else None
+    return force_call(forced, schemas_of(body.tools), formats, many=body.parallel_tool_calls)
 
 
 class MessageParts:
@@ -107,6 +74,10 @@ class MessageParts:
     def _call(self, choice: Choice, call: ToolCall) -> dict[str, Any] | None:
         if self._most_calls is not None and call.number >= self._most_calls:
             return None
-        name = hashlib.blake2b(f"{self._rid}/{choice.index}/{call.number}".encode(), digest_size=12).hexdigest()
         function = {"name": call.name, "arguments": call.arguments}
-        return {"index": call.number, "id": f"call_{name}", "type": "function", "function": function}
+        return {
+            "index": call.number,
+            "id": call_id(self._rid, choice.index, call.number),
+            "type": "function",
+            "function": function,
+        }

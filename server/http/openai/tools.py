@@ -5,24 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from ....messages.conversation import ChatToolCall
 from ...output_parsers.base import Tools
-from ..bodies.fields import MANY, ONE, Body, check_small
+from ..bodies.fields import MANY, ONE, Body
+from ..bodies.tools import MAX_TOOL_CALLS, MAX_TOOLS, ToolName, ToolSchema, check_together, decode_arguments
 from ..bodies.unserved import ANYTHING, IGNORED, Unserved
-
-MAX_TOOLS = 1024
-MAX_TOOL_VALUES = 1 << 15
-"""Maximum number of values in the descriptions of all tools; they hold at most ``MAX_FREE_CHARACTERS`` as well."""
-MAX_TOOL_CALLS = 256
-"""Maximum number of calls in one turn."""
-ToolName = Annotated[str, Field(min_length=1, max_length=256)]
-
-
-def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    return check_small(schema, MAX_TOOL_VALUES)
 
 
 class FunctionBody(Body):
@@ -32,7 +21,7 @@ class FunctionBody(Body):
 
     name: ToolName
     description: str | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(_check_schema)] | None = None
+    parameters: ToolSchema | None = None
 
 
 class ToolBody(Body):
@@ -83,19 +72,11 @@ class ToolCallBody(Body):
 
         Raises ``ValueError`` if they are no JSON object, or too large.
         """
-        given = self.function.arguments
-        if isinstance(given, str):
-            try:
-                given = orjson.loads(given or "{}")
-            except orjson.JSONDecodeError as e:
-                raise ValueError(f"arguments of {self.function.name} are not JSON: {e}") from None
-        if not isinstance(given, dict):
-            raise ValueError(f"arguments of {self.function.name} are not a JSON object")
-        return check_small(given, MAX_TOOL_VALUES)
+        return decode_arguments(self.function.name, self.function.arguments)
 
 
 def _check_together(tools: list[ToolBody]) -> list[ToolBody]:
-    check_small({str(i): tool.model_dump() for i, tool in enumerate(tools)}, MAX_TOOL_VALUES)
+    check_together([tool.model_dump() for tool in tools])
     return tools
 
 

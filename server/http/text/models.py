@@ -12,9 +12,9 @@ from ....runtime.web.keys import Caller
 from ..answers import AnswerBody, respond, respond_large
 from ..endpoint import endpoint
 from ..errors import bad_request
-from ..openai.common import check_model
+from ..generation.model_name import check_model
+from ..generation.tool_calls import NO_TOOLS
 from ..openai.conversation import read_conversation
-from ..openai.message_parts import NO_TOOLS
 from ..parsing import parse_body
 from ..state import HttpState
 from .schemas import DetokenizeBody, TokenizeBody
