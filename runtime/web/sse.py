@@ -22,10 +22,12 @@ class StreamFormat(NamedTuple):
     """First text of every error event, and of no other. In JSON strings its quotes or line ends are escaped."""
     last_event: bytes = DONE_EVENT
     """Last event of a stream, even after an error, because clients wait for it. Empty if there is none."""
+    error_start: bytes = b"{"
+    """Beginning of the JSON in an error event: its brace, and fields that other errors of the API do not have."""
 
     def end_with_error(self, body: bytes) -> bytes:
-        """Return the end of a stream that fails; ``body`` is the error as JSON."""
-        return self.before_error + body + EVENT_END + self.last_event
+        """Return the end of a stream that fails; ``body`` is the error as JSON, an object that is not empty."""
+        return self.before_error + self.error_start + body[1:] + EVENT_END + self.last_event
 
     def first_error(self, events: bytes) -> bytes | None:
         """Return the JSON of an error if that is a stream's first event, after comments; else None."""

@@ -158,7 +158,9 @@ class _Search:
         elif isinstance(value, list):
             # A longer list is refused for its length.
             for i, item in enumerate(islice(value, MAX_PROMPTS)):
-                if isinstance(item, dict):
+                if isinstance(item, dict) and schema.is_ignored(item):
+                    self._ignore(IgnoredField(f"{path}[{i}].", schema, "type", is_unknown=False))
+                elif isinstance(item, dict):
                     self.object(schema, item, f"{path}[{i}].")
 
     def _other(self, schema: type[Body], name: str, value: Any, place: str) -> None:
@@ -172,10 +174,12 @@ class _Search:
             raise bad_request(place + shown(name, MAX_NAME), f"there is no such field{hint}")
         else:
             is_reported = True
-        if not is_reported or value is None:
-            return
+        if is_reported and value is not None:
+            self._ignore(IgnoredField(place, schema, name, is_unknown=neutral is None))
+
+    def _ignore(self, field: IgnoredField) -> None:
         if len(self.found) < MAX_NAMED:
-            self.found.append(IgnoredField(place, schema, name, is_unknown=neutral is None))
+            self.found.append(field)
         else:
             self.is_cut = True
 

@@ -149,6 +149,14 @@ class Body(BaseModel):
         return {name: value for name, value in raw.items() if value is not None}
 
     @classmethod
+    def is_ignored(cls, content: Mapping[str, Any]) -> bool:
+        """Return whether an object in a list is ignored as a whole because of its ``type``, which is then reported.
+
+        ``content``: its fields, which have not been checked.
+        """
+        return False
+
+    @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return pydantic's JSON schema of the body, in which optional fields take null as well: it means "not given".
 
