@@ -241,8 +241,10 @@ def _entries(data: bytes, are_texts: bool) -> Sequence[Any]:
 
 def _chat_tokens(fields: _Fields) -> int:
     """Estimate the tokens of a conversation, 0 if there is none. Roles and field names count as well."""
-    conversations = (fields.messages, fields.input)
-    return sum(_text_tokens(value) for value in conversations if bytes(memoryview(value)[:1]) in (b"[", b'"'))
+    kinds = {b"[": (fields.messages, fields.input), b'"': (fields.input,)}
+    return sum(
+        _text_tokens(value) for kind, values in kinds.items() for value in values if memoryview(value)[:1] == kind
+    )
 
 
 def _text_tokens(value: msgspec.Raw) -> int:
