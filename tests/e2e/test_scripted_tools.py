@@ -104,11 +104,11 @@ def test_an_agent_of_the_responses_api_goes_on_by_ids(pair: Pair) -> None:
     again = responses(pair, [question, made, output], store=False)
     assert again["output"][0]["content"] == second["output"][0]["content"]
     kept = {
-        (server, name): server.client.get(f"{server.url}/v1/responses/{response['id']}")
+        (server.url, name): server.client.get(f"{server.url}/v1/responses/{response['id']}")
         for server in (pair.router, pair.prefill, pair.decode)
         for name, response in (("second", second), ("again", again))
     }
-    assert kept.pop((pair.router, "second")).json() == second
+    assert kept.pop((pair.router.url, "second")).json() == second
     assert {answer.status_code for answer in kept.values()} == {404}
 
 

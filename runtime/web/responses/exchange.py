@@ -1,8 +1,9 @@
 """One request for a response that is to be kept: watches its answer on the way to the client.
 
     begun: the first event has the response, with its id ─▶ items are added ─▶ ended: its last event has all of it
-    the client leaves, or cancels it: the response is kept as "cancelled", with the items that were complete
-    its instance fails: it is kept as "failed"
+
+A response that is cancelled, or that its client leaves, is kept as "cancelled", with the items that were complete. One
+that its instance failed to end is kept as "failed".
 
 A whole answer is known only when it has ended. It cannot be cancelled by its id before.
 """

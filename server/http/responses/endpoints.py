@@ -40,7 +40,7 @@ async def create_response(request: Request) -> Response:
 
 
 async def answer_to(request: Request, body: ResponsesBody) -> Response:
-    """Return the answer to a checked body, whose input has all of the conversation."""
+    """Return the answer to a checked body. Its input has all of the conversation."""
     state = HttpState.of(request)
     body = named(request, timed(request, body))
     if body.previous_response_id is not None and not body.kept_elsewhere:
@@ -77,7 +77,7 @@ async def answer_to(request: Request, body: ResponsesBody) -> Response:
     ticket = ticket_of(request.scope)
     fields = echo(body, plan, state.model.name, ticket.created if ticket is not None else int(time.time()))
     writer = ResponseWriter(fields, body, reader, ticket)
-    return ResponsesAnswer(state.engine, [plan], writer=writer, stream=body.stream)
+    return ResponsesAnswer(state.engine, plan, writer, stream=body.stream)
 
 
 class KeptAnswer(Response):

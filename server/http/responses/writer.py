@@ -13,6 +13,7 @@ from ....messages.outputs import FinishReason, FinishType
 from ....runtime.web.moved_answer import Ticket
 from ....runtime.web.sse import DATA_PREFIX, EVENT_END
 from ..bodies.tools import MAX_TOOL_CALLS
+from ..engine.engine_client import EngineClient
 from ..engine.plan import PromptPlan
 from ..engine.submission import Choice, Delta
 from ..errors import ApiError
@@ -186,8 +187,8 @@ def usage(choice: Choice) -> dict[str, Any]:
 class ResponsesAnswer(EngineResponse):
     """Submits a plan, and answers with a response. Its events are numbered."""
 
-    def __init__(self, *args: Any, writer: ResponseWriter, stream: bool) -> None:
-        super().__init__(*args, writer, stream=stream)
+    def __init__(self, engine: EngineClient, plan: PromptPlan, writer: ResponseWriter, *, stream: bool) -> None:
+        super().__init__(engine, [plan], writer, stream=stream)
         self._writer = writer
 
     def sent_events(self) -> int:
