@@ -275,7 +275,7 @@ def test_tables_of_fields_are_up_to_date():
     assert page == render(), "run make docs"
     for row in ("| `mirostat`", "| `bootstrap_room` | served"):
         assert row not in page
-    assert "| `audio` | only `{}` |" in page
+    assert "| `audio` | – | only `{}` |" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
