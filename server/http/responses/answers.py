@@ -68,6 +68,7 @@ class InputTokensDetails(AnswerBody):
     """What of the input was cached."""
 
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class OutputTokensDetails(AnswerBody):

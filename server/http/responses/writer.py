@@ -177,7 +177,8 @@ def usage(choice: Choice) -> dict[str, Any]:
     prompt_tokens = choice.prompt_tokens or 0
     return {
         "input_tokens": prompt_tokens,
-        "input_tokens_details": {"cached_tokens": choice.cached_tokens or 0},
+        # Nothing is charged for writing into a cache.
+        "input_tokens_details": {"cached_tokens": choice.cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": choice.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": choice.reasoning.tokens if choice.reasoning is not None else 0},
         "total_tokens": prompt_tokens + choice.completion_tokens,

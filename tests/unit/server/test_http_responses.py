@@ -101,7 +101,7 @@ def test_reasoning_text_and_calls_are_items() -> None:
     assert (answer["id"], answer["status"], answer["incomplete_details"]) == ("resp_r", "completed", None)
     assert answer["usage"] == {
         "input_tokens": 7,
-        "input_tokens_details": {"cached_tokens": 4},
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
         "output_tokens": len(OUTPUT) // 7 + 1,
         "output_tokens_details": {"reasoning_tokens": 9},
         "total_tokens": 7 + len(OUTPUT) // 7 + 1,
