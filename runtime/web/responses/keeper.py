@@ -24,10 +24,10 @@ from ..aside import Aside
 from ..errors import error_fields
 from ..json_response import json_response
 from ..keys import Caller, shown_key
-from .exchange import CANCELLED, Exchange
 from .request import NotKept, ResponseRequest, read_request
 from .response_files import ResponseFiles
 from .response_store import KeptResponse, NoFiles, ResponseStore, StoreLimits
+from .running_response import CANCELLED, RunningResponse
 
 MB = 10**6
 LARGE_BYTES = 256 << 10
@@ -75,7 +75,7 @@ class ResponseKeeper:
         self._store = store
         self._is_router = is_router
         self._aside = Aside()
-        self._running: dict[tuple[str, str], Exchange] = {}
+        self._running: dict[tuple[str, str], RunningResponse] = {}
 
     def close(self) -> None:
         """Wait until all responses are written to files."""
@@ -107,17 +107,17 @@ class ResponseKeeper:
             return
         owner = owner_of(scope)
 
-        def begin(exchange: Exchange) -> None:
-            self._running[(owner, exchange.id)] = exchange
+        def begin(running: RunningResponse) -> None:
+            self._running[(owner, running.id)] = running
 
-        def keep(exchange: Exchange, response: bytes) -> None:
-            self._store.put(KeptResponse(owner, exchange.id, response, b",".join(request.items)))
+        def keep(running: RunningResponse, response: bytes) -> None:
+            self._store.put(KeptResponse(owner, running.id, response, b",".join(request.items)))
 
-        exchange = Exchange(begin, keep)
+        running = RunningResponse(begin, keep)
         try:
-            await exchange.run(app, scope, receive, send)
+            await running.run(app, scope, receive, send)
         finally:
-            self._running.pop((owner, exchange.id), None)
+            self._running.pop((owner, running.id), None)
 
     async def get(self, request: Request) -> Response:
         """GET /v1/responses/{id}: a kept response, or a running one as it is by now."""

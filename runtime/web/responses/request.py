@@ -28,7 +28,7 @@ class NotKept(Exception):
         self.param = param
 
 
-class _Fields(msgspec.Struct):
+class _KeptFields(msgspec.Struct):
     """The fields of a body that are about kept responses. Values stay JSON."""
 
     input: msgspec.Raw = ABSENT
@@ -64,7 +64,7 @@ def read_request(raw: bytes, find: Find, *, keeps: bool, is_first: bool) -> Resp
     which are told to keep nothing. Raises ``NotKept``.
     """
     try:
-        fields = msgspec.json.decode(raw, type=_Fields)
+        fields = msgspec.json.decode(raw, type=_KeptFields)
         previous = _text(fields.previous_response_id)
         new = _items(fields.input)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

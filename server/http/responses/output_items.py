@@ -88,16 +88,15 @@ class OutputItems:
     def _grow(self, text: str, *, is_reasoning: bool) -> list[Event]:
         if not text:
             return []
-        events = []
-        if self._open is None or self._open.is_reasoning != is_reasoning:
-            events = [*self._close("completed"), *self._begin(is_reasoning)]
-        assert self._open is not None
-        self._open.pieces.append(text)
-        return [*events, self._told(self._open, f"{self._open.kind}.delta", delta=text, **self._open.logprobs())]
+        item, events = self._open, []
+        if item is None or item.is_reasoning != is_reasoning:
+            self._blank, events = "", self._close("completed")
+            item = self._open = _OpenItem(is_reasoning, self._id("rs" if is_reasoning else "msg"))
+            events += self._begun(item)
+        item.pieces.append(text)
+        return [*events, self._told(item, f"{item.kind}.delta", delta=text, **item.logprobs())]
 
-    def _begin(self, is_reasoning: bool) -> list[Event]:
-        self._blank = ""
-        item = self._open = _OpenItem(is_reasoning, self._id("rs" if is_reasoning else "msg"))
+    def _begun(self, item: _OpenItem) -> list[Event]:
         return [
             self._item("added", self._written(item, [], "in_progress")),
             self._told(item, "response.content_part.added", part=item.part("")),

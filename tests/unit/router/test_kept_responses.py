@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 from support.fake_engine import FakeEngine
 from support.machine import limit
 from support.responses_api import check_stream, events_of
@@ -20,6 +21,8 @@ from support.served_app import serving
 
 from pdserve.messages.conversation import ChatMessage
 from pdserve.messages.outputs import FinishType, ReqError, TextBatch
+from pdserve.router.options import RouterOptions
+from pdserve.runtime.web.responses.keeper import open_responses
 from pdserve.server.http.responses.answers import ResponseAnswer
 
 PATH = "/v1/responses"
@@ -252,6 +255,30 @@ def test_responses_belong_to_a_key(kind: str, tmp_path: Path) -> None:
         assert (await served.client.get(path)).status_code == 404
 
     scene(unchecked, kind)
+
+
+@pytest.mark.parametrize("data", [b"{}", b"7", b"no JSON", b'{"response": 7}', b'{"response": {"id": 7}}'])
+def test_an_answer_that_cannot_be_read_is_passed_on(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    pieces = [b"event: response.created\ndata: " + data + b"\n\n", b"event: response.output_text.delta\ndata: x\n\n"]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for piece in (*pieces, b""):
+            await send({"type": "http.response.body", "body": piece, "more_body": bool(piece)})
+
+    async def run() -> bytes:
+        keeper = open_responses(RouterOptions(worker=["http://127.0.0.1:1"]), is_router=True)
+        sent: list[bytes] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message.get("body", b""))
+
+        request = await keeper.read({"headers": []}, b'{"input": "a"}')
+        await keeper.answer(request, app, {"headers": []}, None, send)  # type: ignore[arg-type]
+        return b"".join(sent)
+
+    assert asyncio.run(run()) == b"".join(pieces)
+    assert "is not kept" in caplog.text
 
 
 @both

@@ -11,6 +11,7 @@ A whole answer is known only when it has ended. It cannot be cancelled by its id
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +21,8 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..sse import EVENT_END
+
+log = logging.getLogger(__name__)
 
 EVENT = b"event: "
 CREATED, DONE, ERROR = b"response.created", b"response.output_item.done", b"error"
@@ -37,13 +40,15 @@ class _Response(msgspec.Struct):
     id: str = ""
 
 
-class Exchange:
+class RunningResponse:
     """A running request.
 
     ``begin`` is called when its ``id`` is known, and ``keep`` with the JSON of the response when it has ended.
     """
 
-    def __init__(self, begin: Callable[[Exchange], None], keep: Callable[[Exchange, bytes], None]) -> None:
+    def __init__(
+        self, begin: Callable[[RunningResponse], None], keep: Callable[[RunningResponse, bytes], None]
+    ) -> None:
         self._begin = begin
         self._keep = keep
         self.id = ""
@@ -70,7 +75,12 @@ class Exchange:
         """Answer the request by ``app``, and keep the response that it sends, or what there is of it."""
 
         async def watched(message: Message) -> None:
-            self._see(message)
+            try:
+                self._see(message)
+            except msgspec.MsgspecError as e:
+                # The client can do with it what it likes.
+                self._is_over = True
+                log.warning("a response is not kept, since it can't be read: %s", e)
             await send(message)
 
         try:
@@ -121,8 +131,9 @@ class Exchange:
         if (number := NUMBER.search(data, max(0, len(data) - 64))) is not None:
             self._number = int(number[1])
         if kind == CREATED:
-            self._begun = msgspec.json.decode(msgspec.json.decode(data, type=_Response).response)
-            self.id = self._begun["id"]
+            response = msgspec.json.decode(data, type=_Response).response
+            self._begun = msgspec.json.decode(response, type=dict[str, Any])
+            self.id = msgspec.json.decode(response, type=_Response).id
             self._begin(self)
         elif kind == DONE:
             self._items.append(msgspec.json.decode(data, type=_Response).item)
