@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -24,12 +24,14 @@ from ..runtime.web.errors import error_fields
 from ..runtime.web.guard import guard
 from ..runtime.web.json_response import json_response
 from ..runtime.web.paths import AtRouter, Server
+from ..runtime.web.responses.keeper import ResponseKeeper, open_responses
 from .client_bodies import ClientBodies
 from .dispatcher import Dispatcher
 from .endpoints import HEALTH_PROMPT, ControlEndpoints, GenerationEndpoint
 from .errors import RouterError
 from .fleet import Fleet
 from .health import HealthMonitor
+from .kept_responses import ResponsesEndpoint
 from .metrics import RouterMetrics
 from .options import RouterOptions
 from .sessions import SessionEndpoints
@@ -70,7 +72,9 @@ def make_app(
     bodies = ClientBodies(options.max_body_bytes, options.max_held_body_bytes)
     control = ControlEndpoints(fleet, client, bodies, options)
     sessions = SessionEndpoints(control, fleet, bodies)
+    generation = GenerationEndpoint(dispatcher, bodies)
     health_prompt = GenerationEndpoint(dispatcher, bodies, orjson.dumps(HEALTH_PROMPT))
+    keeper = open_responses(options, is_router=True)
     access_counts = AccessCounts()
     metrics = RouterMetrics(fleet, access_counts)
 
@@ -88,9 +92,17 @@ def make_app(
             checks.cancel()
             await asyncio.wait((checks,))
             client.close()
+            keeper.close()
 
     app = Starlette(
-        routes=make_routes(GenerationEndpoint(dispatcher, bodies), health_prompt, control, sessions, metrics),
+        routes=make_routes(
+            {
+                **own_endpoints(control, sessions, metrics),
+                **response_endpoints(generation, keeper, bodies),
+                "health_generate": health_prompt,
+            },
+            {AtRouter.GENERATE: generation, AtRouter.ASK_ONE: control.ask_one},
+        ),
         exception_handlers={
             RouterError: answer_router_error,
             ClientDisconnect: answer_disconnected,
@@ -101,19 +113,37 @@ def make_app(
     return guard(app, options, Server.ROUTER, access_counts, metrics.observe, own_admin_key=own_admin_key)
 
 
-def make_routes(
-    generation: GenerationEndpoint,
-    health_prompt: GenerationEndpoint,
-    control: ControlEndpoints,
-    sessions: SessionEndpoints,
-    metrics: RouterMetrics,
-) -> list[Route]:
-    """Return a route for each path that ``runtime/web/apis.py`` declares for routers."""
-    own: dict[str, Callable[..., Any]] = {
+Endpoints = Mapping[str, Callable[..., Any]]
+"""Endpoints by the name that their paths declare."""
+
+
+def make_routes(own: Endpoints, shared: Mapping[AtRouter, Callable[..., Any]]) -> list[Route]:
+    """Return a route for each path that ``runtime/web/apis.py`` declares for routers.
+
+    ``own``: endpoints for certain paths. ``shared``: endpoints for all others, by how a router serves them.
+    """
+    return [
+        Route(facts.path, own.get(facts.name) or shared[facts.at_router], methods=list(facts.methods))
+        for facts in path_table(Server.ROUTER).paths
+    ]
+
+
+def response_endpoints(generation: GenerationEndpoint, keeper: ResponseKeeper, bodies: ClientBodies) -> Endpoints:
+    """Return the endpoints of ``/v1/responses``."""
+    return {
+        "create_response": ResponsesEndpoint(generation, keeper, bodies),
+        "get_response": keeper.get,
+        "cancel_response": keeper.cancel,
+        "delete_response": keeper.delete,
+    }
+
+
+def own_endpoints(control: ControlEndpoints, sessions: SessionEndpoints, metrics: RouterMetrics) -> Endpoints:
+    """Return the endpoints that the router answers itself, or after asking every instance."""
+    return {
         "health": control.health,
         "livez": control.livez,
         "running": control.running,
-        "health_generate": health_prompt,
         "metrics": metrics.page,
         "targets": metrics.targets,
         "server_info": control.server_info,
@@ -126,11 +156,6 @@ def make_routes(
         "restore": sessions.restore,
         "slot_action": sessions.slots,
     }
-    shared: dict[AtRouter, Callable[..., Any]] = {AtRouter.GENERATE: generation, AtRouter.ASK_ONE: control.ask_one}
-    return [
-        Route(facts.path, shared.get(facts.at_router) or own[facts.name], methods=list(facts.methods))
-        for facts in path_table(Server.ROUTER).paths
-    ]
 
 
 async def answer_router_error(request: Request, exc: Exception) -> Response:

@@ -11,6 +11,7 @@ from ..runtime.process_options import LogOptions
 from ..runtime.web.keys import KeyFileError, check_keys
 from ..runtime.web.options import AccessOptions
 from ..runtime.web.proxies import TrustedProxies
+from ..runtime.web.responses.options import ResponseOptions
 from .policies.registry import RoutingPolicyName
 
 
@@ -125,7 +126,7 @@ class RoutingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions(RoutingOptions, RouterTargets, AccessOptions, LogOptions):
+class RouterOptions(RoutingOptions, RouterTargets, AccessOptions, ResponseOptions, LogOptions):
     """Options of ``pdserve router``."""
 
     port: int = opt(default=8000, help="Port of the router's HTTP API; 0 takes a free one.")
@@ -183,6 +184,8 @@ class RouterOptions(RoutingOptions, RouterTargets, AccessOptions, LogOptions):
             RouterKeys.read(self.cluster_secret_file)
         except ClusterSecretError as exc:
             raise RouterOptionsError(str(exc)) from None
+        for problem in ResponseOptions.problems(self):
+            raise RouterOptionsError(problem)
         self.check_routing()
         require_above_zero(self, "send_timeout", "keep_alive_timeout", "max_concurrent_requests")
 

@@ -31,6 +31,7 @@ from ..runtime.signals import STOP, ignore_stray_signals, unignored
 from ..runtime.web.keys import read_keys
 from ..runtime.web.own_admin_key import draw_own_admin_key, own_admin_key
 from ..runtime.web.ports import http_url, listen
+from ..runtime.web.responses.response_files import ResponseFolderError
 from ..runtime.web.server import server_config
 from .app import make_app
 from .options import RouterOptions, RouterOptionsError, parse_prefill
@@ -111,8 +112,13 @@ def run_router(options: RouterOptions) -> int:
         server.end_on_fault(error)
 
     with own_key(options) as key:
+        try:
+            app = make_app(options, on_fault, key)
+        except ResponseFolderError as e:
+            logger.error("%s", e)
+            return 1
         config = server_config(
-            make_app(options, on_fault, key),
+            app,
             options,
             files_each=FILES_EACH,
             backlog=BACKLOG,

@@ -52,6 +52,7 @@ class _Fields(msgspec.Struct):
     prompt: msgspec.Raw = ABSENT
     text: msgspec.Raw = ABSENT
     messages: msgspec.Raw = ABSENT
+    input: msgspec.Raw = ABSENT
 
 
 class _AnyList(msgspec.Struct, array_like=True):
@@ -104,7 +105,7 @@ class RequestBody:
             raw=raw,
             stream=fields.stream == TRUE or (streams and fields.stream in (ABSENT, NULL)),
             batch_size=next((prompt.batch_size for prompt in prompts if prompt.batch_size is not None), None),
-            prompt_tokens=_chat_tokens(fields.messages) if prompt_tokens is None else prompt_tokens,
+            prompt_tokens=_chat_tokens(fields) if prompt_tokens is None else prompt_tokens,
             is_empty=EMPTY.fullmatch(raw) is not None,
             has_rid=fields.rid not in (ABSENT, NULL),
             has_stream_options=fields.stream_options != ABSENT,
@@ -239,9 +240,12 @@ def _entries(data: bytes, are_texts: bool) -> Sequence[Any]:
         return ()
 
 
-def _chat_tokens(messages: msgspec.Raw) -> int:
-    """Estimate the tokens of a chat's messages, 0 if they are no list. Roles and field names count as well."""
-    return _text_tokens(messages) if bytes(memoryview(messages)[:1]) == b"[" else 0
+def _chat_tokens(fields: _Fields) -> int:
+    """Estimate the tokens of a conversation, 0 if there is none. Roles and field names count as well."""
+    kinds = {b"[": (fields.messages, fields.input), b'"': (fields.input,)}
+    return sum(
+        _text_tokens(value) for kind, values in kinds.items() for value in values if memoryview(value)[:1] == kind
+    )
 
 
 def _text_tokens(value: msgspec.Raw) -> int:

@@ -89,6 +89,7 @@ def plan_cluster(options: ClusterOptions, machine: Machine, router_key_file: str
             host=LOOPBACK,
             port=port,
             trusted_proxies=None,
+            responses_dir=None,  # the router keeps responses
             send_timeout=2 * options.send_timeout,
             disaggregation_mode=mode,
             handover="on" if mode == "unified" and exchanges_kv(options) else options.handover,

@@ -30,6 +30,7 @@ from ..runtime.web.cluster_auth import OPEN_CLUSTER, ClusterClient
 from ..runtime.web.keys import caches_by_key
 from ..runtime.web.own_admin_key import own_admin_key
 from ..runtime.web.ports import listen
+from ..runtime.web.responses.response_files import ResponseFolderError
 from ..runtime.web.server import ChildServer, server_config
 from .http.app import make_app
 from .http.engine.engine_client import EngineClient
@@ -115,7 +116,10 @@ def main() -> None:
         open_sessions(ctx.options)
     except (ModelError, SessionError, TokenizerLoadError) as e:
         sys.exit(f"http: {e}")
-    uvloop.run(serve(ctx, listener, model))
+    try:
+        uvloop.run(serve(ctx, listener, model))
+    except ResponseFolderError as e:
+        sys.exit(f"http: {e}")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 from ..model_runner.options import WorkerOptions
 from ..runtime.web.keys import KeyFileError, check_keys
+from ..runtime.web.responses.options import ResponseOptions
 from ..scheduler.options import SchedulerOptions
 from .api_options import ApiOptions, SessionOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(ApiOptions, SessionOptions, WorkerOptions, SchedulerOptions):
+class ServerOptions(ApiOptions, SessionOptions, ResponseOptions, WorkerOptions, SchedulerOptions):
     """Options of ``pdserve server``."""
 
     def problems(self) -> Iterator[str]:

@@ -170,7 +170,7 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         record = scope[SCOPE_KEY] = AccessRecord(scope, self._proxies.client(scope))
-        record.facts = self._table.find(record.path)
+        record.facts = self._table.find(record.path, record.method)
         others = [(name, value) for name, value in scope["headers"] if name != HEADER]
         scope["headers"] = [*others, (HEADER, record.request_id.encode("ascii"))]
 

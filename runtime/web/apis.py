@@ -49,6 +49,13 @@ ANTHROPIC_STREAM = StreamFormat(
     keep_alive=b'event: ping\ndata: {"type":"ping"}\n\n',
 )
 """Anthropic's streams: each event has a name."""
+RESPONSES_STREAM = StreamFormat(
+    before_error=b"event: error\ndata: ",
+    error_sign=b"event: error\n",
+    last_event=b"",
+    # Numbers of events grow, and a router does not know the last one.
+    error_start=b'{"type":"error","sequence_number":2147483647,',
+)
 
 
 def api(*paths: PathFacts, error_shape: ErrorShape = plain_error, stream_format: StreamFormat = OPENAI_STREAM) -> Api:
@@ -168,6 +175,26 @@ APIS: tuple[Api, ...] = (
         ),
         error_shape=anthropic_error,
         stream_format=ANTHROPIC_STREAM,
+    ),
+    # OpenAI's, with items and typed events
+    api(
+        post(
+            "/v1/responses",
+            "responses.endpoints:create_response",
+            "answer a conversation of items, OpenAI's Responses API",
+            GENERATE,
+            rid_prefix="resp_",
+        ),
+        get("/v1/responses/{id:path}", "responses.kept:get_response", "a response that is kept", OWN),
+        post(
+            "/v1/responses/{id:path}/cancel",
+            "responses.kept:cancel_response",
+            "end a running response",
+            OWN,
+            ends_work=True,
+        ),
+        delete("/v1/responses/{id:path}", "responses.kept:delete_response", "drop a response that is kept", OWN),
+        stream_format=RESPONSES_STREAM,
     ),
     # Text and tokens
     api(

@@ -71,7 +71,7 @@ class ApiKeyAuth:
         if scope["type"] != "http":
             raise NotImplementedError(f"no access rules for {scope['type']!r}")
         send = self._proving(scope, send)
-        facts = self._table.find(scope["path"])
+        facts = self._table.find(scope["path"], scope["method"])
         caller = await self._caller(scope["headers"])
         if (signature := self._cluster.signature(scope["headers"])) is not None:
             try:

@@ -252,6 +252,11 @@ def _digest_name(key: str) -> str:
     return "key-" + scrypt(key.encode(), salt=b"pdserve key name", n=2**14, r=8, p=1, dklen=8).hex()
 
 
+def shown_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the API key in ``headers``, which is not checked; b"" if there is none."""
+    return _shown(headers)[0]
+
+
 def _shown(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, str | None]:
     """Return the API key in ``headers``, and the name of the user that a router passes the request on for.
 

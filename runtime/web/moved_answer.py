@@ -44,6 +44,8 @@ class Ticket(msgspec.Struct, frozen=True):
     """Id that the answer carries."""
     created: int
     """Unix time that the answer carries; 0 if it has none."""
+    events: int = 0
+    """Events that the client has been sent; 0 if the API does not number them."""
 
     @property
     def url(self) -> str:
@@ -66,7 +68,7 @@ def read_ticket(data: bytes) -> Ticket:
     if len(data) > MAX_TICKET_BYTES:
         raise ValueError(f"a ticket has at most {MAX_TICKET_BYTES} bytes")
     ticket = _TICKET.decode(data)
-    if min(ticket.chars, ticket.tokens, ticket.created) < 0 or not 0 < ticket.port < 65536:
+    if min(ticket.chars, ticket.tokens, ticket.created, ticket.events) < 0 or not 0 < ticket.port < 65536:
         raise ValueError("a ticket's numbers are out of range")
     if len(ticket.rid) > MAX_RID_CHARS or not ticket.rid.isprintable():
         raise ValueError("a ticket's rid is no name of a request")

@@ -57,7 +57,7 @@ class Cors(CORSMiddleware):
     """Starlette's CORS, with preflights that allow the methods of a path, and fail in the API's error shape."""
 
     def __init__(self, app: ASGIApp, origins: Collection[str], table: PathTable) -> None:
-        methods = {method for facts in table.paths for method in facts.answered_methods}
+        methods = {method for facts in table.paths for method in table.methods(facts.path)}
         super().__init__(
             app,
             allow_origins=sorted(origins),
@@ -81,8 +81,7 @@ class Cors(CORSMiddleware):
 
     def _preflight(self, scope: Scope, asked: Headers) -> Response:
         answer = self.preflight_response(asked)
-        facts = self._table.find(scope["path"])
-        methods = facts.answered_methods if facts is not None else ()
+        methods = self._table.methods(scope["path"])
         names = asked.get("access-control-request-headers", "")
         answer.headers["access-control-allow-methods"] = ", ".join(methods)
         has_method = asked["access-control-request-method"] in methods

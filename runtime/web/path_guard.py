@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import orjson
 from starlette.responses import Response
@@ -30,16 +30,16 @@ class PathGuard:
             await self._app(scope, receive, send)
             return
         path, method = scope["path"], scope["method"]
-        facts = self._table.find(path)
+        facts, methods = self._table.find(path, method), self._table.methods(path)
         if facts is None:
             message = f"there is no {shown(path)}; docs/http-api.md lists what is"
             await error_answer(scope, 404, message, "unknown_url")(scope, receive, send)
             return
-        if method not in facts.answered_methods:
-            await _method_not_allowed(scope, facts)(scope, receive, send)
+        if method not in methods:
+            await _method_not_allowed(scope, facts, methods)(scope, receive, send)
             return
         if method == "OPTIONS":
-            await Response(None, 204, _allow(facts))(scope, receive, send)
+            await Response(None, 204, _allow(methods))(scope, receive, send)
             return
         canonical = self._table.canonical(facts, path)
         if method == "HEAD" or canonical != path:
@@ -57,10 +57,10 @@ def error_answer(
     return Response(body, status, {**(headers or {}), **error_headers(status)}, media_type="application/json")
 
 
-def _method_not_allowed(scope: Scope, facts: PathFacts) -> Response:
-    message = f"{facts.label} does not take {shown(scope['method'])}, but {', '.join(facts.answered_methods)}"
-    return error_answer(scope, 405, message, "method_not_supported", _allow(facts))
+def _method_not_allowed(scope: Scope, facts: PathFacts, methods: Sequence[str]) -> Response:
+    message = f"{facts.label} does not take {shown(scope['method'])}, but {', '.join(methods)}"
+    return error_answer(scope, 405, message, "method_not_supported", _allow(methods))
 
 
-def _allow(facts: PathFacts) -> dict[str, str]:
-    return {"allow": ", ".join(facts.answered_methods)}
+def _allow(methods: Sequence[str]) -> dict[str, str]:
+    return {"allow": ", ".join(methods)}

@@ -57,7 +57,9 @@ class PathFacts(NamedTuple):
     """Declaration of a path, known without an application."""
 
     path: str
-    """Path as a Starlette route spells it. A parameter is the last segment and takes the rest (``{name:path}``)."""
+    """Path as a Starlette route spells it. It has at most one parameter: as the last part, which takes the rest
+    (``{name:path}``), or before a last segment (``{name:path}/cancel``).
+    """
     methods: tuple[str, ...]
     """Methods that an endpoint implements. HEAD is answered wherever GET is, OPTIONS everywhere."""
     endpoint: str
@@ -109,10 +111,10 @@ class PathFacts(NamedTuple):
         return self.path.replace(":path}", "}")
 
     @property
-    def answered_methods(self) -> tuple[str, ...]:
-        """The methods that are not a 405, in the order of an ``Allow`` header."""
-        head = ("HEAD",) if "GET" in self.methods else ()
-        return (*self.methods, *head, "OPTIONS")
+    def ends(self) -> tuple[str, str]:
+        """Text before and after the parameter; the whole path and "" if there is none."""
+        before, _, rest = self.path.partition("{")
+        return before, rest.partition("}")[2]
 
 
 class PathTable:
@@ -120,19 +122,40 @@ class PathTable:
 
     def __init__(self, paths: Iterable[PathFacts]) -> None:
         self.paths = tuple(paths)
-        self._exact = {facts.path: facts for facts in self.paths if "{" not in facts.path}
-        self._prefixes = tuple((facts.path.partition("{")[0], facts) for facts in self.paths if "{" in facts.path)
+        self._exact: dict[str, tuple[PathFacts, ...]] = {}
+        for facts in self.paths:
+            if "{" not in facts.path:
+                self._exact[facts.path] = (*self._exact.get(facts.path, ()), facts)
+        self._open = tuple((*facts.ends, facts) for facts in self.paths if "{" in facts.path)
 
-    def find(self, path: str) -> PathFacts | None:
+    def find(self, path: str, method: str = "") -> PathFacts | None:
         """Return the facts of a decoded request path; None for one that does not exist.
 
-        Slashes at the end don't count, except in a parameter. A path with dot segments or unprintable characters does
-        not exist, because a check, a route and an instance might understand it differently.
+        Of several declarations, return one with the ``method`` (HEAD counts as GET), else the first. Slashes at the end
+        don't count, except in a parameter. A path with dot segments or unprintable characters does not exist, because a
+        check, a route and an instance might understand it differently.
         """
-        facts = self._exact.get(path) or self._exact.get(path.rstrip("/") or path[:1])
-        if facts is not None or not is_plain(path):
-            return facts
-        return next((facts for prefix, facts in self._prefixes if path.startswith(prefix) and path != prefix), None)
+        found = self._all(path)
+        wanted = "GET" if method == "HEAD" else method
+        return next((facts for facts in found if wanted in facts.methods), found[0] if found else None)
+
+    def methods(self, path: str) -> tuple[str, ...]:
+        """Return the methods of a decoded request path that are not a 405, in the order of an ``Allow`` header.
+
+        It is empty for a path that does not exist.
+        """
+        own = tuple(dict.fromkeys(method for facts in self._all(path) for method in facts.methods))
+        return (*own, *(("HEAD",) if "GET" in own else ()), "OPTIONS") if own else ()
+
+    def _all(self, path: str) -> tuple[PathFacts, ...]:
+        found = self._exact.get(path) or self._exact.get(path.rstrip("/") or path[:1]) or ()
+        if found or not is_plain(path):
+            return found
+        return tuple(
+            facts
+            for before, after, facts in self._open
+            if len(path) > len(before) + len(after) and path.startswith(before) and path.endswith(after)
+        )
 
     def canonical(self, facts: PathFacts, path: str) -> str:
         """Return ``path`` as an application's routes spell it. ``facts``: what ``find`` returned for it.

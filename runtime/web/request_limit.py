@@ -56,7 +56,7 @@ class RequestLimit:
             self._running[load] -= 1
 
     def _load(self, scope: Scope) -> LimitClass:
-        facts = self._table.find(scope["path"])
+        facts = self._table.find(scope["path"], scope["method"])
         if facts is None:
             return LimitClass.WORK
         if facts.access is Access.ADMIN and Caller.of(scope).is_admin:

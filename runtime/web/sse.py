@@ -31,6 +31,8 @@ class StreamFormat(NamedTuple):
     """First text of every error event, and of no other event."""
     last_event: bytes = DONE_EVENT
     """Last event of a stream, even after an error, because clients wait for it. Empty if there is none."""
+    error_start: bytes = b"{"
+    """Beginning of the JSON in an error event: its brace, and fields that other errors of the API do not have."""
     content_type: bytes = f"{SSE_TYPE}; charset=utf-8".encode()
     event_ends: tuple[bytes, ...] = EVENT_ENDS
     """Texts that end an event. The first one is written."""
@@ -48,8 +50,8 @@ class StreamFormat(NamedTuple):
         return self.content_type.partition(b";")[0]
 
     def end_with_error(self, body: bytes) -> bytes:
-        """Return the end of a stream that fails; ``body`` is the error as JSON."""
-        return self.before_error + body + self.event_ends[0] + self.last_event
+        """Return the end of a stream that fails; ``body`` is the error as JSON, an object that is not empty."""
+        return self.before_error + self.error_start + body[1:] + self.event_ends[0] + self.last_event
 
     def moved(self, ticket: bytes) -> bytes:
         """Return the last event of a stream that goes on at another instance. ``ticket``: JSON without line ends."""

@@ -6,6 +6,8 @@ FastAPI only describes the endpoints (``pages/openapi.py``). It takes longer to 
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from importlib import import_module
 from importlib.metadata import version
 
@@ -20,6 +22,7 @@ from ...runtime.web.body import MAX_UPLOADS, Uploads
 from ...runtime.web.guard import guard
 from ...runtime.web.paths import DELETE, GET, GET_OR_POST, POST, PathFacts, Server
 from ...runtime.web.prometheus import MetricsPage
+from ...runtime.web.responses.keeper import open_responses
 from ..options import ServerOptions
 from .bodies.field_names import FieldNames
 from .endpoint import HttpEndpoint
@@ -53,7 +56,14 @@ def make_app(
     have none.
     """
     endpoints = {facts: load_endpoint(facts) for facts in sorted(path_table(Server.INSTANCE).paths, key=_method_order)}
-    app = Starlette(routes=[_route(facts, found) for facts, found in endpoints.items()])
+    responses = open_responses(options, is_router=False)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        responses.close()
+
+    app = Starlette(routes=[_route(facts, found) for facts, found in endpoints.items()], lifespan=lifespan)
     app.router.redirect_slashes = False
     counts = AccessCounts()
     info = {"model": options.model_name, "version": version("pdserve"), "epoch": epoch}
@@ -66,6 +76,7 @@ def make_app(
         field_names=FieldNames(options.unknown_fields),
         metrics=MetricsPage(InstanceMetrics(options, engine, counts, info).families),
         sessions=open_sessions(options),
+        responses=responses,
         uploads=Uploads(MAX_UPLOADS * MAX_BODY_BYTES, MAX_BODY_VALUES),
         aside=Aside(),
         questions=QuestionQueue(),

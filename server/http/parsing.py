@@ -81,6 +81,25 @@ async def parse_body(request: Request, schema: type[B]) -> B:
     A header of the answer will name the fields that are ignored. The content type is not checked, so that a plain
     ``curl -d`` works. Raises ``ApiError`` (400, 413, 415, 503) and ``ClientDisconnect``.
     """
+    return await parse_bytes(request, schema, await read_bytes(request))
+
+
+async def read_bytes(request: Request) -> bytes:
+    """Read the body of ``request``. Raises ``ApiError`` (413, 415, 503) and ``ClientDisconnect``."""
+    try:
+        return await HttpState.of(request).uploads.read(request, MAX_BODY_BYTES)
+    except BodyEncoded as e:
+        raise ApiError(415, str(e)) from None
+    except BodyTooLarge as e:
+        raise ApiError(413, f"{e}; split the batch") from None
+    except TooManyValues as e:
+        raise ApiError(413, str(e)) from None
+    except UploadDropped as e:
+        raise ApiError(503, str(e), code=OVERLOADED) from None
+
+
+async def parse_bytes(request: Request, schema: type[B], body: bytes) -> B:
+    """Do for the bytes of a body what ``parse_body`` does for that of ``request``, which was read."""
     state, record = HttpState.of(request), AccessRecord.of(request.scope)
 
     def read(data: bytes, is_large: bool) -> B:
@@ -90,16 +109,9 @@ async def parse_body(request: Request, schema: type[B]) -> B:
         return validate(schema, content)
 
     try:
-        body = await state.uploads.read(request, MAX_BODY_BYTES)
         is_large = len(body) > LARGE_BYTES
         with state.uploads.wait(len(body)):
             return await state.aside.run(is_large, lambda: read(body, is_large))
-    except BodyEncoded as e:
-        raise ApiError(415, str(e)) from None
-    except BodyTooLarge as e:
-        raise ApiError(413, f"{e}; split the batch") from None
-    except TooManyValues as e:
-        raise ApiError(413, str(e)) from None
     except UploadDropped as e:
         raise ApiError(503, str(e), code=OVERLOADED) from None
 

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from ...runtime.web.aside import Aside
 from ...runtime.web.body import Uploads
 from ...runtime.web.prometheus import MetricsPage
+from ...runtime.web.responses.keeper import ResponseKeeper
 from ..options import ServerOptions
 from .bodies.field_names import FieldNames
 from .engine.bootstrap_gate import BootstrapGate
@@ -36,6 +37,7 @@ class HttpState:
     uploads: Uploads
     aside: Aside
     sessions: SessionsOff
+    responses: ResponseKeeper
     questions: QuestionQueue
     epoch: str
     version: str

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.processes import Pair, pd_pair
+from support.responses_api import check_stream, events_of
 from support.scripted_model import scripted_args
 
 pytest.importorskip("canitoolcall")
@@ -146,6 +147,42 @@ def test_calls_stay_whole_when_requests_are_retracted(pair: Pair) -> None:
         (made,) = answer["choices"][0]["message"]["tool_calls"]
         assert json.loads(made["function"]["arguments"]) == NOTE
     assert sum(server.info()["retractions"] for server in (pair.prefill, pair.decode)) > 0
+
+
+def responses(pair: Pair, given: Any, **fields: Any) -> dict[str, Any]:
+    """Return the response that a checked stream of events ends with."""
+    tools = [{"type": "function", "name": name} for name in ("get_weather", "record_answer")]
+    body = {"input": given, "tools": tools, "max_output_tokens": 200, "stream": True, **fields}
+    return check_stream(events_of(pair.router.post("/v1/responses", body).text))
+
+
+def test_an_agent_of_the_responses_api_goes_on_by_ids(pair: Pair) -> None:
+    first = responses(pair, "weather in Paris right now")
+    [made] = first["output"]
+    assert (made["type"], json.loads(made["arguments"])) == ("function_call", {"city": "Paris"})
+    output = {"type": "function_call_output", "call_id": made["call_id"], "output": '{"sky": "clear"}'}
+    second = responses(pair, [output], previous_response_id=first["id"])
+    assert second["output"][0]["content"][0]["text"] == OUTPUTS['"sky": "clear"']
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] > 0
+    # The same conversation by its items, with nothing kept.
+    question = {"role": "user", "content": "weather in Paris right now"}
+    again = responses(pair, [question, made, output], store=False)
+    assert again["output"][0]["content"] == second["output"][0]["content"]
+    kept = {
+        (server.url, name): server.client.get(f"{server.url}/v1/responses/{response['id']}")
+        for server in (pair.router, pair.prefill, pair.decode)
+        for name, response in (("second", second), ("again", again))
+    }
+    assert kept.pop((pair.router.url, "second")).json() == second
+    assert {answer.status_code for answer in kept.values()} == {404}
+
+
+def test_reasoning_is_an_item_of_a_response(pair: Pair) -> None:
+    answer = responses(pair, "Think it through", include=["reasoning.encrypted_content"], store=False)
+    thought, made = answer["output"]
+    assert thought["content"][0]["text"].strip() == "9.9 is 9.90, and larger."
+    assert (made["name"], json.loads(made["arguments"])) == ("record_answer", {"answer": "9.9"})
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
 
 def test_a_prompt_without_an_entry_gets_an_empty_answer(pair: Pair) -> None:

@@ -64,12 +64,13 @@ def check_amount(content: dict[str, Any]) -> None:
                     f"{name}: {ids} token ids in one body, the limit is {MAX_TOKEN_IDS}; send fewer prompts at a time"
                 )
                 raise ApiError(413, text, param=name)
-    messages = content.get("messages")
-    if isinstance(messages, list):
-        parts = sum(_parts(message) for message in messages if isinstance(message, dict))
-        if parts > MAX_TEXT_PARTS:
-            text = f"messages: {parts} parts in all, the limit is {MAX_TEXT_PARTS}; join their texts"
-            raise ApiError(413, text, param="messages")
+    for name in ("messages", "input"):
+        messages = content.get(name)
+        if isinstance(messages, list):
+            parts = sum(_parts(message) for message in messages if isinstance(message, dict))
+            if parts > MAX_TEXT_PARTS:
+                text = f"{name}: {parts} parts in all, the limit is {MAX_TEXT_PARTS}; join their texts"
+                raise ApiError(413, text, param=name)
 
 
 def _parts(message: dict[str, Any]) -> int:

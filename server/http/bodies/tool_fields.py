@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import orjson
 from pydantic import AfterValidator, Field
 
 from .fields import check_small
@@ -28,6 +29,21 @@ def check_values(value: dict[str, Any]) -> dict[str, Any]:
 def check_together(tools: list[dict[str, Any]]) -> None:
     """Raise ``ValueError`` if the descriptions of all ``tools`` together are larger than one may be."""
     check_values({str(i): tool for i, tool in enumerate(tools)})
+
+
+def decode_arguments(name: str, given: str | dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of tool ``name``, parsed if they are text.
+
+    Raises ``ValueError`` if they are no JSON object, or too large.
+    """
+    if isinstance(given, str):
+        try:
+            given = orjson.loads(given or "{}")
+        except orjson.JSONDecodeError as e:
+            raise ValueError(f"arguments of {name} are not JSON: {e}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"arguments of {name} are not a JSON object")
+    return check_values(given)
 
 
 Values = Annotated[dict[str, Any], AfterValidator(check_values)]

@@ -229,7 +229,16 @@ class EngineResponse(Response):
     def _ticket(self, submission: Submission, moved: AnswerMoved) -> bytes:
         (choice,) = submission.choices
         sent = (choice.sent_chars, choice.sent_tokens, choice.opened)
-        return Ticket(moved.epoch, moved.host, moved.port, moved.key, *sent, self._name, self._renderer.created).dump()
+        named = (self._name, self._renderer.created, self.sent_events())
+        return Ticket(moved.epoch, moved.host, moved.port, moved.key, *sent, *named).dump()
+
+    def sent_events(self) -> int:
+        """Return the number of events that the client has been sent; 0 if the API does not number them."""
+        return 0
+
+    def failure(self, error: ApiError, scope: Scope) -> bytes:
+        """Return the encoded events that end a stream with ``error``, after its head was sent."""
+        return stream_format(scope).end_with_error(orjson.dumps(error.body(scope)))
 
     async def _send_stream(self, submission: Submission, scope: Scope, send: Send) -> None:
         started, framing = False, stream_format(scope)
@@ -250,7 +259,7 @@ class EngineResponse(Response):
         except ApiError as e:
             if not started:
                 raise
-            events = framing.end_with_error(orjson.dumps(e.renamed(self._renderer.field_names).body(scope)))
+            events = self.failure(e.renamed(self._renderer.field_names), scope)
         except AnswerMoved as e:
             if not started:
                 await self._send_ticket(submission, e, send)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from ....messages.conversation import ChatToolCall
 from ...output_parsers.base import Tools
 from ..bodies.fields import MANY, ONE, Body
-from ..bodies.tool_fields import MAX_TOOL_CALLS, MAX_TOOLS, CallId, ToolName, Values, check_together, check_values
+from ..bodies.tool_fields import MAX_TOOL_CALLS, MAX_TOOLS, CallId, ToolName, Values, check_together, decode_arguments
 from ..bodies.unserved import ANYTHING, IGNORED, Unserved
 
 
@@ -73,15 +72,7 @@ class ToolCallBody(Body):
 
         Raises ``ValueError`` if they are no JSON object, or too large.
         """
-        given = self.function.arguments
-        if isinstance(given, str):
-            try:
-                given = orjson.loads(given or "{}")
-            except orjson.JSONDecodeError as e:
-                raise ValueError(f"arguments of {self.function.name} are not JSON: {e}") from None
-        if not isinstance(given, dict):
-            raise ValueError(f"arguments of {self.function.name} are not a JSON object")
-        return check_values(given)
+        return decode_arguments(self.function.name, self.function.arguments)
 
 
 def _check_tools(tools: list[ToolBody]) -> list[ToolBody]:

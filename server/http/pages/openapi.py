@@ -51,10 +51,10 @@ def make_openapi(version: str, endpoints: Mapping[PathFacts, HttpEndpoint]) -> C
         page["components"] = {"schemas": schemas["$defs"]}
         ref_of: dict[Any, dict[str, Any]] = {model: ref for (model, _), ref in refs.items()}
         # The page names a path parameter without its converter.
-        named = {facts.label: (facts, known) for facts, known in described.items()}
+        named = {(facts.label, facts.methods[0].lower()): (facts, known) for facts, known in described.items()}
         for path, operations in page["paths"].items():
-            facts, known = named[path]
-            for operation in operations.values():
+            for method, operation in operations.items():
+                facts, known = named[path, method]
                 operation["parameters"] = [
                     *(_path_parameter(name) for name in PARAMETER.findall(path)),
                     *map(_query_parameter, known.query),

@@ -1,4 +1,4 @@
-"""The openai package: everything that it can ask of chat, completions and models, and each answer in its own types."""
+"""The openai package: what it can ask of chat, completions, responses and models, and each answer in its own types."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 from openai import OpenAI
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import BaseModel
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
 
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ASK = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
 CHAT: dict[str, Any] = {"messages": ASK, "temperature": 0, "max_tokens": 12}
 COMPLETION: dict[str, Any] = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 8}
@@ -185,3 +187,66 @@ def test_extra_fields_and_headers_pass(client: OpenAI, model: str) -> None:
     )
     assert raw.headers["x-request-id"] == "from-openai"
     assert raw.parse().choices[0].message.content
+
+
+RESPONSES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "items": {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
+        "instructions": "Be brief.",
+    },
+    "history": {"input": [*ASK, {"role": "assistant", "content": "Paris"}, {"role": "user", "content": "Sure?"}]},
+    "what is answered again": {
+        "metadata": {"a": "b"},
+        "user": "u",
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "json_object"}},
+    },
+    "schema": {
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+        "include": ["reasoning.encrypted_content"],
+    },
+    "nothing kept": {"store": False, "tool_choice": "none", "tools": [{"type": "web_search"}]},
+}
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_responses_are_of_the_packages_types(url: str, model: str, name: str) -> None:
+    body = {"model": model, "input": ASK, "temperature": 0, "max_output_tokens": 12, **RESPONSES[name]}
+    answer = httpx.post(url + "/v1/responses", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    whole = strict(Response, answer.json())
+    with httpx.stream("POST", url + "/v1/responses", json={**body, "stream": True}, timeout=120) as response:
+        data = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    streamed = [EVENT.validate_json(line, strict=True) for line in data]
+    assert [event.sequence_number for event in streamed] == list(range(len(streamed)))
+    last = streamed[-1].response
+    assert (last.output_text, last.status) == (whole.output_text, whole.status)
+    assert "".join(event.delta for event in streamed if event.type == "response.output_text.delta") == last.output_text
+
+
+def test_a_conversation_of_responses(client: OpenAI, model: str) -> None:
+    first = client.responses.create(model=model, input="Name a colour.", temperature=0, max_output_tokens=8)
+    with client.responses.stream(
+        model=model, input="And another.", previous_response_id=first.id, temperature=0, max_output_tokens=60
+    ) as stream:
+        kinds = [event.type for event in stream]
+    assert kinds[-1] in ("response.completed", "response.incomplete")
+    assert client.responses.retrieve(first.id) == first
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError) as gone:
+        client.responses.create(model=model, input="Why?", previous_response_id=first.id)
+    assert (gone.value.param, gone.value.code) == ("previous_response_id", "previous_response_not_found")
+
+
+def test_a_response_is_cancelled(client: OpenAI, model: str) -> None:
+    with client.responses.create(model=model, input="Count to 1000.", max_output_tokens=500, stream=True) as stream:
+        created = next(iter(stream))
+        cancelled = client.responses.cancel(created.response.id)
+        last = list(stream)[-1]
+    assert cancelled.status == last.response.status == "cancelled"
+    assert client.responses.retrieve(cancelled.id) == cancelled

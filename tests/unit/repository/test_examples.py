@@ -65,6 +65,7 @@ CALLS = {
     ".chat.completions.create": "/v1/chat/completions",
     ".chat": "/api/chat",
     ".messages.create": "/v1/messages",
+    ".responses.create": "/v1/responses",
     ".post": "/generate",
 }
 """The path that an expression in a Python example calls, by the end of the expression."""
@@ -169,7 +170,10 @@ def test_json_fits_its_schema(block: Block) -> None:
 
 @pytest.mark.parametrize("block", [b for b in blocks() if b.language == "python"], ids=lambda b: f"{b.page}:{b.line}")
 def test_a_client_in_python_sends_a_body_that_is_answered(block: Block) -> None:
-    """The names that an example assigns are literals, so that they can stand for arguments."""
+    """The names that an example assigns are literals, so that they can stand for arguments.
+
+    Arguments that are a part of an earlier answer are left out.
+    """
     known: dict[str, Any] = {}
     sent: list[tuple[str, dict[str, Any]]] = []
 
@@ -182,7 +186,8 @@ def test_a_client_in_python_sends_a_body_that_is_answered(block: Block) -> None:
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = "." + ast.unparse(node.func).partition(".")[2]
-            body = {word.arg: literal(word.value) for word in node.keywords if word.arg and name in CALLS}
+            words = [word for word in node.keywords if not isinstance(word.value, ast.Attribute)]
+            body = {word.arg: literal(word.value) for word in words if word.arg and name in CALLS}
             sent += [(CALLS[name], body.get("json", body))] if name in CALLS else []
 
     async def run(engine: FakeEngine) -> None:

@@ -92,8 +92,9 @@ def test_health_is_declared_with_all_that_an_instance_reports() -> None:
 
 def test_questions(tmp_path: Path) -> None:
     async def run(engine: FakeEngine) -> None:
+        kept = (await engine.post("/v1/responses", {"input": "a", "max_output_tokens": 2})).json()["id"]
         for path, answer in QUESTIONS.items():
-            response = await engine.get(path.replace("{name:path}", "smollm2"))
+            response = await engine.get(path.replace("{name:path}", "smollm2").replace("{id:path}", kept))
             assert response.status_code == 200
             if answer is not MetricsText:
                 check(answer, response.json())

@@ -1,0 +1,159 @@
+"""One request for a response that is to be kept: watches its answer on the way to the client.
+
+    begun: the first event has the response, with its id ─▶ items are added ─▶ ended: its last event has all of it
+
+A response that is cancelled, or that its client leaves, is kept as "cancelled", with the items that were complete. One
+that its instance failed to end is kept as "failed".
+
+A whole answer is known only when it has ended. It cannot be cancelled by its id before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..sse import EVENT_END
+
+log = logging.getLogger(__name__)
+
+EVENT = b"event: "
+CREATED, DONE, ERROR = b"response.created", b"response.output_item.done", b"error"
+LAST = (b"response.completed", b"response.incomplete", b"response.failed")
+NUMBER = re.compile(rb'"sequence_number":([0-9]{1,9})[,}]')
+CANCELLED, FAILED = "cancelled", "failed"
+BROKE_OFF = {"code": "server_error", "message": "the answer broke off"}
+
+
+class _Response(msgspec.Struct):
+    """A response, or an event that has one or an item."""
+
+    response: msgspec.Raw = msgspec.Raw(b"null")
+    item: msgspec.Raw = msgspec.Raw(b"null")
+    id: str = ""
+
+
+class RunningResponse:
+    """A running request.
+
+    ``begin`` is called when its ``id`` is known, and ``keep`` with the JSON of the response when it has ended.
+    """
+
+    def __init__(
+        self, begin: Callable[[RunningResponse], None], keep: Callable[[RunningResponse, bytes], None]
+    ) -> None:
+        self._begin = begin
+        self._keep = keep
+        self.id = ""
+        """Id of the response; "" until it is known."""
+        self._begun: dict[str, Any] = {}
+        self._items: list[msgspec.Raw] = []
+        self._number = 0
+        """Number of the last event that was sent."""
+        self._whole: list[bytes] = []
+        self._is_good = self._is_stream = self._is_sent = self._is_over = self._has_failed = False
+        self._cancelled = asyncio.Event()
+        self.ended = asyncio.Event()
+        """Set when the response has ended, and is kept."""
+
+    def running(self) -> bytes:
+        """Return the response so far, as JSON."""
+        return self._written("in_progress")
+
+    def cancel(self) -> None:
+        """End the request: for the application it looks as if the client had left."""
+        self._cancelled.set()
+
+    async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request by ``app``, and keep the response that it sends, or what there is of it."""
+
+        async def watched(message: Message) -> None:
+            try:
+                self._see(message)
+            except msgspec.MsgspecError as e:
+                # The client can do with it what it likes.
+                self._is_over = True
+                log.warning("a response is not kept, since it can't be read: %s", e)
+            await send(message)
+
+        try:
+            await app(scope, self._receive(receive), watched)
+        finally:
+            if self.id and not self._is_over:
+                response = self._written(FAILED if self._has_failed else CANCELLED)
+                self._end(response)
+                self.ended.set()
+                if self._cancelled.is_set() and not self._is_sent:
+                    await self._say_last(response, send)
+            self.ended.set()
+
+    def _receive(self, receive: Receive) -> Receive:
+        async def either() -> Message:
+            waiting = [asyncio.ensure_future(receive()), asyncio.ensure_future(self._cancelled.wait())]
+            try:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                first = waiting[0]
+                return first.result() if first.done() else {"type": "http.disconnect"}  # type: ignore[return-value]
+            finally:
+                for task in waiting:
+                    task.cancel()
+
+        return either
+
+    def _see(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._is_good = message["status"] == 200
+            kinds = [value for name, value in message.get("headers", ()) if name.lower() == b"content-type"]
+            self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
+        elif message["type"] == "http.response.body" and self._is_good and not self._is_over:
+            self._is_sent = not message.get("more_body", False)
+            if self._is_stream:
+                for event in message.get("body", b"").split(EVENT_END):
+                    if event.startswith(EVENT):
+                        self._see_event(event)
+            else:
+                self._whole.append(message.get("body", b""))
+                if self._is_sent:
+                    response = b"".join(self._whole)
+                    self.id = msgspec.json.decode(response, type=_Response).id
+                    self._end(response)
+
+    def _see_event(self, event: bytes) -> None:
+        kind, _, rest = event[len(EVENT) :].partition(b"\n")
+        data = rest.partition(b" ")[2]
+        if (number := NUMBER.search(data, max(0, len(data) - 64))) is not None:
+            self._number = int(number[1])
+        if kind == CREATED:
+            response = msgspec.json.decode(data, type=_Response).response
+            self._begun = msgspec.json.decode(response, type=dict[str, Any])
+            self.id = msgspec.json.decode(response, type=_Response).id
+            self._begin(self)
+        elif kind == DONE:
+            self._items.append(msgspec.json.decode(data, type=_Response).item)
+        elif kind == ERROR:
+            self._has_failed = True
+        elif kind in LAST:
+            self._end(bytes(msgspec.json.decode(data, type=_Response).response))
+
+    def _written(self, status: str) -> bytes:
+        error = {"error": BROKE_OFF} if status == FAILED else {}
+        return msgspec.json.encode({**self._begun, **error, "status": status, "output": self._items})
+
+    def _end(self, response: bytes) -> None:
+        self._is_over = True
+        self._keep(self, response)
+
+    async def _say_last(self, response: bytes, send: Send) -> None:
+        """Send the client the end of a cancelled stream. It may have left."""
+        number = self._number + 1
+        event = {"type": LAST[1].decode(), "response": msgspec.Raw(response), "sequence_number": number}
+        body = b"".join([EVENT, LAST[1], b"\ndata: ", msgspec.json.encode(event), EVENT_END])
+        with suppress(OSError):
+            await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,154 @@
+"""Folds an answer's text, reasoning and tool calls to the items of a response, and tells each step as an event.
+
+    closed ──text──▶ message ──▶ reasoning or call comes, or the answer ends ──▶ closed
+    closed ──reasoning──▶ reasoning ──▶ text or call comes, or the answer ends ──▶ closed
+    closed ──call──▶ closed: calls come whole
+
+Ids derive from the request's id and the item's place. So an answer that goes on at another instance keeps them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...output_parsers.events import OutputEvent, ReasoningDelta, ToolCall
+from ..generation.tool_use import part_id
+from .sealed import seal
+
+ID_PREFIX = "resp_"
+"""Prefix of the ids of responses."""
+Event = dict[str, Any]
+"""An event without its ``sequence_number``."""
+
+
+@dataclass
+class _OpenItem:
+    """A message or reasoning that grows."""
+
+    is_reasoning: bool
+    id: str
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """First part of the types of its text's events."""
+        return "response.reasoning_text" if self.is_reasoning else "response.output_text"
+
+    def part(self, text: str) -> dict[str, Any]:
+        """Return the item's only content part, with ``text``."""
+        if self.is_reasoning:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def logprobs(self) -> dict[str, Any]:
+        """Return the field that only events of an output's text have besides: no log-probabilities."""
+        return {} if self.is_reasoning else {"logprobs": []}
+
+
+class OutputItems:
+    """The items of one response.
+
+    ``most_calls``: calls beyond this number are left out. ``seals``: whether reasoning has ``encrypted_content``.
+    """
+
+    def __init__(self, rid: str, *, most_calls: int, seals: bool) -> None:
+        self._rid = rid
+        self._base = rid.removeprefix(ID_PREFIX)
+        self._most_calls = most_calls
+        self._seals = seals
+        self._open: _OpenItem | None = None
+        self.items: list[dict[str, Any]] = []
+        """Items that are complete."""
+
+    def add(self, event: OutputEvent) -> list[Event]:
+        """Add what is new of the answer, and return the events that tell it."""
+        if isinstance(event, ToolCall):
+            return self._call(event)
+        return self._grow(event.text, is_reasoning=isinstance(event, ReasoningDelta))
+
+    def end(self, *, is_cut: bool) -> list[Event]:
+        """Complete the item that is open, and return the events that tell it. ``is_cut``: the answer is incomplete."""
+        return self._close("incomplete" if is_cut else "completed")
+
+    def _grow(self, text: str, *, is_reasoning: bool) -> list[Event]:
+        if not text:
+            return []
+        item, events = self._open, []
+        if item is None or item.is_reasoning != is_reasoning:
+            events = self._close("completed")
+            item = self._open = _OpenItem(is_reasoning, self._id("rs" if is_reasoning else "msg"))
+            events += self._begun(item)
+        item.pieces.append(text)
+        return [*events, self._told(item, f"{item.kind}.delta", delta=text, **item.logprobs())]
+
+    def _begun(self, item: _OpenItem) -> list[Event]:
+        return [
+            self._item("added", self._written(item, [], "in_progress")),
+            self._told(item, "response.content_part.added", part=item.part("")),
+        ]
+
+    def _close(self, status: str) -> list[Event]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        text = "".join(item.pieces)
+        part = item.part(text)
+        events = [
+            self._told(item, f"{item.kind}.done", text=text, **item.logprobs()),
+            self._told(item, "response.content_part.done", part=part),
+        ]
+        return [*events, self._done(self._written(item, [part], status))]
+
+    def _call(self, call: ToolCall) -> list[Event]:
+        if call.number >= self._most_calls:
+            return []
+        events = self._close("completed")
+        item_id = self._id("fc")
+        item = {
+            "id": item_id,
+            "type": "function_call",
+            "status": "completed",
+            "call_id": f"call_{part_id(self._rid, 0, call.number)}",
+            "name": call.name,
+            "arguments": call.arguments,
+        }
+        place = {"item_id": item_id, "output_index": len(self.items)}
+        return [
+            *events,
+            self._item("added", item | {"status": "in_progress", "arguments": ""}),
+            {"type": "response.function_call_arguments.delta", **place, "delta": call.arguments},
+            {
+                "type": "response.function_call_arguments.done",
+                **place,
+                "name": call.name,
+                "arguments": call.arguments,
+            },
+            self._done(item),
+        ]
+
+    def _written(self, item: _OpenItem, content: list[dict[str, Any]], status: str) -> dict[str, Any]:
+        if not item.is_reasoning:
+            return {"id": item.id, "type": "message", "status": status, "role": "assistant", "content": content}
+        return {
+            "id": item.id,
+            "type": "reasoning",
+            "status": status,
+            "summary": [],
+            "content": content,
+            "encrypted_content": seal(content[0]["text"]) if self._seals and content else None,
+        }
+
+    def _id(self, kind: str) -> str:
+        return f"{kind}_{self._base}_{len(self.items)}"
+
+    def _told(self, item: _OpenItem, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "item_id": item.id, "output_index": len(self.items), "content_index": 0, **fields}
+
+    def _item(self, step: str, item: dict[str, Any]) -> Event:
+        return {"type": f"response.output_item.{step}", "output_index": len(self.items), "item": item}
+
+    def _done(self, item: dict[str, Any]) -> Event:
+        event = self._item("done", item)
+        self.items.append(item)
+        return event
