@@ -51,7 +51,11 @@ def make_openapi(version: str, endpoints: Mapping[PathFacts, HttpEndpoint]) -> C
         page["components"] = {"schemas": schemas["$defs"]}
         ref_of: dict[Any, dict[str, Any]] = {model: ref for (model, _), ref in refs.items()}
         # The page names a path parameter without its converter.
-        named = {(facts.label, facts.methods[0].lower()): (facts, known) for facts, known in described.items()}
+        named = {
+            (facts.label, method.lower()): (facts, known)
+            for facts, known in described.items()
+            for method in facts.methods
+        }
         for path, operations in page["paths"].items():
             for method, operation in operations.items():
                 facts, known = named[path, method]
