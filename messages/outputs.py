@@ -164,7 +164,7 @@ class ReqMeta(msgspec.Struct, forbid_unknown_fields=True):
     timing: Timing
     retractions: int = 0
     route: str = "local"
-    """Route: "local", or the leg of a hand-over that the request is here ("outgoing" or "incoming")."""
+    """Route: "local", or the direction of the request's hand-over here ("outgoing" or "incoming")."""
     cached_beyond: CachedBeyond | None = None
     """None if the instance that computed the prompt has no tiers."""
     held: HeldTokens | None = None
