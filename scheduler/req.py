@@ -1,6 +1,6 @@
 """One request inside the scheduler.
 
-Lifecycle (docs/architecture.md)::
+Lifecycle::
 
     local:     WAITING → PREFILLING → RUNNING → FINISHED
     outgoing:  BOOTSTRAPPING → WAITING → PREFILLING → SENDING → FINISHED
