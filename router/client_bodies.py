@@ -30,7 +30,8 @@ class ClientBodies:
     """
 
     def __init__(self, limit: int, held_limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
+        """Maximum length of a body, in bytes."""
         self._held_limit = held_limit
         self.held = 0
         """Bytes of the bodies of running requests."""
@@ -45,7 +46,7 @@ class ClientBodies:
         Raises ``BodyEncodedError``, ``BodyTooLargeError``, ``TooManyBodiesError`` and ``ClientDisconnect``.
         """
         try:
-            return await self._uploads.read(request, self._limit)
+            return await self._uploads.read(request, self.limit)
         except BodyEncoded as e:
             raise BodyEncodedError(str(e)) from None
         except BodyTooLarge as e:

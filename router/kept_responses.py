@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..runtime.web.responses.keeper import ResponseKeeper, not_kept
-from ..runtime.web.responses.request import NotKept
+from ..runtime.web.responses.keeper import ResponseKeeper, refused
+from ..runtime.web.responses.request import RequestRefused
 from .client_bodies import ClientBodies
 
 
@@ -21,9 +21,9 @@ class ResponsesEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await self._bodies.read(Request(scope, receive))
         try:
-            request = await self._keeper.read(scope, raw)
-        except NotKept as e:
-            await not_kept(scope, e)(scope, receive, send)
+            request = await self._keeper.read(scope, raw, self._bodies.limit)
+        except RequestRefused as e:
+            await refused(scope, e)(scope, receive, send)
             return
         del raw
         again = replayed(request.body, receive)

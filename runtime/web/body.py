@@ -97,10 +97,14 @@ class Uploads:
             raise UploadDropped("too many large bodies are arriving at once; send this one again later") from None
         finally:
             self._gone(self._sizes.pop(upload, 0))
+        await self.check(body)
+        return body
+
+    async def check(self, body: bytes) -> None:
+        """Check what a complete body holds. Raises ``TooManyValues`` if it would be too much for a parser."""
         # No parser can be interrupted, so all streams would wait for it. Counting takes a tenth of the time, or less.
         if len(body) > MAX_CONTAINERS and await _has_too_many(body, self._values):
             raise TooManyValues(self._values)
-        return body
 
     @contextmanager
     def wait(self, size: int) -> Iterator[None]:

@@ -24,14 +24,14 @@ from ..aside import Aside
 from ..errors import error_fields
 from ..json_response import json_response
 from ..keys import Caller, shown_key
-from .request import NotKept, ResponseRequest, read_request
+from .request import Find, RequestRefused, ResponseRequest, read_request
 from .response_files import ResponseFiles
 from .response_store import KeptResponse, NoFiles, ResponseStore, StoreLimits
 from .running_response import CANCELLED, RunningResponse
 
 MB = 10**6
 LARGE_BYTES = 256 << 10
-"""Maximum length of a body that is read on the event loop."""
+"""Maximum length of a body that is read on the event loop, with the kept responses that it names."""
 CANCEL_SECONDS = 5.0
 """Seconds for a cancelled response to end."""
 ANSWERED_WHOLE = "a kept response is answered whole; leave it out"
@@ -81,21 +81,29 @@ class ResponseKeeper:
         """Wait until all responses are written to files."""
         self._store.close()
 
-    async def read(self, scope: Scope, raw: bytes) -> ResponseRequest:
+    async def read(self, scope: Scope, raw: bytes, limit: int) -> ResponseRequest:
         """Read the body of ``POST /v1/responses``, and put the conversation so far into its input.
 
-        Raises ``NotKept`` if it names a response that is not kept for this client.
+        ``limit``: maximum length of the body with it. Raises ``RequestRefused`` if it is longer, or if it names a
+        response that is not kept for this client. A response that there is no room for is not kept.
         """
         owner = owner_of(scope)
-        return await self._aside.run(
-            len(raw) > LARGE_BYTES,
-            lambda: read_request(
-                raw,
-                lambda response_id: self._store.get(owner, response_id),
-                keeps=self._store.keeps,
-                is_first=self._is_router,
-            ),
-        )
+
+        def find(response_id: str) -> KeptResponse | None:
+            return self._store.get(owner, response_id)
+
+        def read(find: Find) -> ResponseRequest:
+            return read_request(raw, find, limit, keeps=self._store.keeps, is_first=self._is_router)
+
+        try:
+            if len(raw) > LARGE_BYTES:
+                raise _Large
+            request = read(_small(find, LARGE_BYTES - len(raw)))
+        except _Large:
+            request = await self._aside.run(True, lambda: read(find))
+        if request.keeps and not self._store.has_room(owner, request.held):
+            return request._replace(keeps=False, items=())
+        return request
 
     async def answer(self, request: ResponseRequest, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request by ``app``, and keep the response if it is to be kept.
@@ -111,11 +119,13 @@ class ResponseKeeper:
             self._running[(owner, running.id)] = running
 
         def keep(running: RunningResponse, response: bytes) -> None:
+            self._running.pop((owner, running.id), None)
             self._store.put(KeptResponse(owner, running.id, response, b",".join(request.items)))
 
         running = RunningResponse(begin, keep)
         try:
-            await running.run(app, scope, receive, send)
+            with self._store.hold(owner, request.held):
+                await running.run(app, scope, receive, send)
         finally:
             self._running.pop((owner, running.id), None)
 
@@ -153,6 +163,25 @@ class ResponseKeeper:
         return _json(kept.response)
 
 
+class _Large(Exception):
+    """A request names more bytes of kept responses than are read on the event loop."""
+
+
+def _small(find: Find, most: int) -> Find:
+    """Return ``find`` for responses of at most ``most`` bytes together. It raises ``_Large`` beyond."""
+    left = most
+
+    def within(response_id: str) -> KeptResponse | None:
+        nonlocal left
+        kept = find(response_id)
+        left -= kept.nbytes if kept is not None else 0
+        if left < 0:
+            raise _Large
+        return kept
+
+    return within
+
+
 class _Status(msgspec.Struct):
     """The part of a response that says how it ended."""
 
@@ -165,16 +194,16 @@ def refusal(scope: Scope, status: int, message: str, param: str | None = None, c
     return Response(body, status, media_type="application/json")
 
 
-def not_kept(scope: Scope, error: NotKept) -> Response:
-    """Make the response for a request that names a response that is not kept."""
-    return refusal(scope, 400, f"{error.param}: {error}", error.param, "previous_response_not_found")
+def refused(scope: Scope, error: RequestRefused) -> Response:
+    """Make the response for a request that can't be passed on."""
+    return refusal(scope, error.status, f"{error.param}: {error}", error.param, error.code)
 
 
 def _not_found(request: Request) -> Response:
     response_id = request.path_params["id"][:128]
     message = (
-        f"response {response_id!r} is not kept here; it was dropped or deleted, had store: false, belongs to another "
-        "key, or another server keeps it"
+        f"response {response_id!r} is not kept here; it was dropped or deleted, had store: false, was too large "
+        "(--responses-quota), belongs to another key, or another server keeps it"
     )
     return refusal(request.scope, 404, message, "id")
 

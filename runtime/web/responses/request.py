@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -15,17 +15,32 @@ REFERENCE = b'"item_reference"'
 ITEM_ID = re.compile(r"[a-z]{1,8}_(.*)_([0-9]{1,6})")
 """Id of an item: its kind, the id of its response without the prefix, and its place in the output."""
 RESPONSE_PREFIX = "resp_"
-KEPT_ELSEWHERE = b'"kept_elsewhere":true}'
+KEPT_ELSEWHERE = b'"kept_elsewhere":true'
 Find = Callable[[str], KeptResponse | None]
 """Finds a kept response of the client by its id."""
 
 
-class NotKept(Exception):
-    """The request names a response or an item that is not kept. ``param``: the field that names it."""
+class RequestRefused(Exception):
+    """A request that can't be passed on. ``status``: that of the answer. ``param``: the field that is the reason."""
+
+    status = 400
+    code: str | None = None
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+class NotKept(RequestRefused):
+    """The request names a response or an item that is not kept."""
+
+    code = "previous_response_not_found"
+
+
+class InputTooLong(RequestRefused):
+    """The input is too long with what the request names."""
+
+    status = 413
 
 
 class _KeptFields(msgspec.Struct):
@@ -55,13 +70,18 @@ class ResponseRequest(NamedTuple):
     items: Sequence[bytes]
     """Items of the conversation before the response, JSON without the brackets of a list, in pieces."""
 
+    @property
+    def held(self) -> int:
+        """Size of the items, in bytes, which are held until the response has ended."""
+        return sum(map(len, self.items))
 
-def read_request(raw: bytes, find: Find, *, keeps: bool, is_first: bool) -> ResponseRequest:
+
+def read_request(raw: bytes, find: Find, limit: int, *, keeps: bool, is_first: bool) -> ResponseRequest:
     """Read a request's body.
 
     A body that is not valid is passed on as it is: the API's own reader refuses it. ``find``: finds kept responses.
-    ``keeps``: whether this server keeps responses at all. ``is_first``: whether instances stand behind this server,
-    which are told to keep nothing. Raises ``NotKept``.
+    ``limit``: maximum length of a body that is passed on. ``keeps``: whether this server keeps responses at all.
+    ``is_first``: whether instances stand behind this server, which are told to keep nothing. Raises ``RequestRefused``.
     """
     try:
         fields = msgspec.json.decode(raw, type=_KeptFields)
@@ -73,31 +93,89 @@ def read_request(raw: bytes, find: Find, *, keeps: bool, is_first: bool) -> Resp
     if not is_first and (is_leg or fields.kept_elsewhere not in (ABSENT, NULL, FALSE)):
         # A router keeps it, or knows nothing of it, and no other instance of the pair does.
         return ResponseRequest(raw, False, ())
-    earlier: list[bytes] = []
-    if previous:
-        kept = find(previous)
-        if kept is None:
-            raise NotKept("previous_response_id", f"{previous[:128]!r} is not kept here{_why(keeps)}")
-        earlier = [kept.items, *(bytes(item) for item in output_of(kept.response))]
-    if REFERENCE in raw:
-        new = [_resolved(item, i, find, keeps) for i, item in enumerate(new)]
-    items = [piece for piece in (*earlier, *new) if piece]
-    wants = fields.store != FALSE and keeps
-    changed = bool(earlier) or REFERENCE in raw
+    named = _NamedResponses(find, keeps)
+    changed = bool(previous) or REFERENCE in raw
+    items = _joinable(named.conversation(previous, new), limit - len(raw)) if changed else new
+    wants = fields.store != FALSE
+    more = [b'"input":[' + b",".join(items) + b"]"] if changed else []
+    if wants and not keeps:
+        more.append(b'"store":false')
+    if changed or (wants and is_first):
+        more.append(KEPT_ELSEWHERE)
     body = raw
-    if changed or (is_first and fields.store != FALSE):
+    if more:
         # Of fields with one name, the last one counts.
         own = raw[: raw.rindex(b"}")].rstrip()
-        more = [b'"input":[', b",".join(items), b"],"] if changed else []
-        body = b"".join([own, b"" if own.endswith(b"{") else b",", *more, KEPT_ELSEWHERE])
-    return ResponseRequest(body, wants, items if wants else ())
+        body = b"".join([own, b"" if own.endswith(b"{") else b",", b",".join(more), b"}"])
+    return ResponseRequest(body, wants and keeps, items if wants and keeps else ())
+
+
+def _joinable(pieces: Iterable[bytes], room: float) -> list[bytes]:
+    """Return the ``pieces`` that are not empty. Raises ``InputTooLong`` if they are longer than ``room`` together."""
+    found = []
+    for piece in pieces:
+        if piece:
+            found.append(piece)
+            room -= len(piece) + 1
+        if room < 0:
+            raise InputTooLong(
+                "input", "is too long with the kept items that the request names; begin a new conversation"
+            )
+    return found
+
+
+class _NamedResponses:
+    """The kept responses that one request names. Each one is parsed once, however often it is named."""
+
+    def __init__(self, find: Find, keeps: bool) -> None:
+        self._find = find
+        self._why = _why(keeps)
+        self._outputs: dict[str, list[msgspec.Raw]] = {}
+
+    def conversation(self, previous: str, new: list[bytes]) -> Iterator[bytes]:
+        """Yield the conversation of response ``previous``, if it is not empty, and the ``new`` items.
+
+        References are replaced by the items that they name. Raises ``NotKept``.
+        """
+        if previous:
+            kept = self._find(previous)
+            if kept is None:
+                raise NotKept("previous_response_id", f"{previous[:128]!r} is not kept here{self._why}")
+            yield kept.items
+            yield from map(bytes, self._output(previous))
+        for i, item in enumerate(new):
+            yield self._resolved(item, i)
+
+    def _resolved(self, item: bytes, place: int) -> bytes:
+        """Return the item that a reference names, or ``item`` itself if it is none. Raises ``NotKept``."""
+        if REFERENCE not in item:
+            return item
+        try:
+            reference = msgspec.json.decode(item, type=_Item)
+        except msgspec.MsgspecError:
+            return item
+        if bytes(reference.type) != REFERENCE:
+            return item
+        if (match := ITEM_ID.fullmatch(reference.id)) is not None:
+            for name in (RESPONSE_PREFIX + match[1], match[1]):
+                output = self._output(name)
+                if int(match[2]) < len(output):
+                    return bytes(output[int(match[2])])
+        raise NotKept(f"input[{place}].id", f"{reference.id[:128]!r} is not an item that is kept here{self._why}")
+
+    def _output(self, response_id: str) -> list[msgspec.Raw]:
+        if response_id not in self._outputs:
+            kept = self._find(response_id)
+            self._outputs[response_id] = output_of(kept.response) if kept is not None else []
+        return self._outputs[response_id]
 
 
 def _why(keeps: bool) -> str:
     if not keeps:
         return ": this server keeps no responses (--responses-size 0); send the whole conversation in input"
     return (
-        "; it was dropped or deleted, had store: false, belongs to another key, or another server keeps it. "
+        "; it was dropped or deleted, had store: false, was too large (--responses-quota), belongs to another key, or "
+        "another server keeps it. "
         "Send the whole conversation in input"
     )
 
@@ -113,21 +191,3 @@ def _items(value: msgspec.Raw) -> list[bytes]:
     if bytes(memoryview(value)[:1]) == b'"':
         return [b'{"type":"message","role":"user","content":' + bytes(value) + b"}"]
     return [bytes(item) for item in msgspec.json.decode(value, type=list[msgspec.Raw])]
-
-
-def _resolved(item: bytes, place: int, find: Find, keeps: bool) -> bytes:
-    """Return the item that a reference names, or ``item`` itself if it is none. Raises ``NotKept``."""
-    if REFERENCE not in item:
-        return item
-    try:
-        reference = msgspec.json.decode(item, type=_Item)
-    except msgspec.MsgspecError:
-        return item
-    if bytes(reference.type) != REFERENCE:
-        return item
-    if (match := ITEM_ID.fullmatch(reference.id)) is not None:
-        for name in (RESPONSE_PREFIX + match[1], match[1]):
-            output = output_of(kept.response) if (kept := find(name)) is not None else []
-            if int(match[2]) < len(output):
-                return bytes(output[int(match[2])])
-    raise NotKept(f"input[{place}].id", f"{reference.id[:128]!r} is not an item that is kept here{_why(keeps)}")

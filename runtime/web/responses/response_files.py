@@ -67,22 +67,34 @@ class ResponseFiles:
 
     def write(self, kept: KeptResponse) -> None:
         """Write a response on the thread. A failure is logged: the response is then kept in memory alone."""
-        self._thread.submit(self._logged, lambda: self._write(kept))
+        self._submit(lambda: self._write(kept))
 
     def remove(self, kept: KeptResponse) -> None:
         """Remove a response's file on the thread. A failure is logged."""
-        self._thread.submit(self._logged, lambda: self._path(kept).unlink(missing_ok=True))
+        self._submit(lambda: self._path(kept).unlink(missing_ok=True))
 
     def close(self) -> None:
         """Wait until all is written, and unlock the folder."""
         self._thread.shutdown()
         os.close(self._lock)
 
+    def _submit(self, work: Callable[[], None]) -> None:
+        try:
+            self._thread.submit(self._logged, work)
+        except RuntimeError as e:
+            self._log(e)  # the folder is closed: the server ends
+
     def _logged(self, work: Callable[[], None]) -> None:
         try:
             work()
         except OSError as e:
-            log.error("--responses-dir %s: a response is kept in memory alone: %s", self._folder, e.strerror or e)
+            self._log(e.strerror or e)
+        except Exception as e:  # noqa: BLE001
+            # It would vanish with the thread's future.
+            self._log(repr(e))
+
+    def _log(self, reason: object) -> None:
+        log.error("--responses-dir %s: a response's file is not up to date: %s", self._folder, reason)
 
     def _write(self, kept: KeptResponse) -> None:
         beside = self._folder / UNFINISHED

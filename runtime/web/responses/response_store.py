@@ -6,8 +6,9 @@ is no room. An owner is an API key.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -104,6 +105,8 @@ class ResponseStore:
         self._owners: dict[str, _Owned] = {}
         self.nbytes = 0
         """Size of all responses, in bytes."""
+        self._held: Counter[str] = Counter()
+        """Bytes of running requests' inputs, by owner."""
         self.count = 0
         for kept in files.load():
             self._add(kept)
@@ -137,6 +140,26 @@ class ResponseStore:
             return False
         self._drop(kept)
         return True
+
+    def has_room(self, owner: str, nbytes: int) -> bool:
+        """Return whether the input of a running request can be held until its response is put.
+
+        Running requests have limits of their own, as large as those of kept responses.
+        """
+        limits = self._limits
+        held = self._held[owner] + nbytes + OVERHEAD_BYTES
+        return held <= limits.quota and self._held.total() + nbytes + OVERHEAD_BYTES <= limits.total
+
+    @contextmanager
+    def hold(self, owner: str, nbytes: int) -> Iterator[None]:
+        """Count the input of a running request of ``owner`` until the block ends."""
+        self._held[owner] += nbytes
+        try:
+            yield
+        finally:
+            self._held[owner] -= nbytes
+            if not self._held[owner]:
+                del self._held[owner]
 
     def close(self) -> None:
         """Wait until all is written to files. Nothing may be put afterwards."""

@@ -59,7 +59,8 @@ class RunningResponse:
         """Number of the last event that was sent."""
         self._whole: list[bytes] = []
         self._is_good = self._is_stream = self._is_sent = self._is_over = self._has_failed = False
-        self._cancelled = asyncio.Event()
+        self._task: asyncio.Task[Any] | None = None
+        self._is_cancelled = False
         self.ended = asyncio.Event()
         """Set when the response has ended, and is kept."""
 
@@ -68,8 +69,13 @@ class RunningResponse:
         return self._written("in_progress")
 
     def cancel(self) -> None:
-        """End the request: for the application it looks as if the client had left."""
-        self._cancelled.set()
+        """End the request by cancelling its task. Even a client that does not read can't hold it up.
+
+        Do nothing if it has ended: only the client has to read the rest.
+        """
+        if self._task is not None and not self._is_cancelled and not self._is_over:
+            self._is_cancelled = True
+            self._task.cancel()
 
     async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request by ``app``, and keep the response that it sends, or what there is of it."""
@@ -83,29 +89,23 @@ class RunningResponse:
                 log.warning("a response is not kept, since it can't be read: %s", e)
             await send(message)
 
+        task = self._task = asyncio.current_task()
+        assert task is not None
         try:
-            await app(scope, self._receive(receive), watched)
+            await app(scope, receive, watched)
+        except asyncio.CancelledError:
+            # It may be the server that ends, too.
+            if not self._is_cancelled or task.cancelling() > 1:
+                raise
         finally:
+            if self._is_cancelled:
+                task.uncancel()
             if self.id and not self._is_over:
                 response = self._written(FAILED if self._has_failed else CANCELLED)
                 self._end(response)
-                self.ended.set()
-                if self._cancelled.is_set() and not self._is_sent:
+                if self._is_cancelled and not self._is_sent:
                     await self._say_last(response, send)
             self.ended.set()
-
-    def _receive(self, receive: Receive) -> Receive:
-        async def either() -> Message:
-            waiting = [asyncio.ensure_future(receive()), asyncio.ensure_future(self._cancelled.wait())]
-            try:
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                first = waiting[0]
-                return first.result() if first.done() else {"type": "http.disconnect"}  # type: ignore[return-value]
-            finally:
-                for task in waiting:
-                    task.cancel()
-
-        return either
 
     def _see(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -149,6 +149,7 @@ class RunningResponse:
     def _end(self, response: bytes) -> None:
         self._is_over = True
         self._keep(self, response)
+        self.ended.set()
 
     async def _say_last(self, response: bytes, send: Send) -> None:
         """Send the client the end of a cancelled stream. It may have left."""

@@ -16,12 +16,12 @@ from .tickets import ticket_of
 B = TypeVar("B", bound=RequestFields)
 
 
-def named(request: Request, body: B) -> B:
+def named(request: Request, body: B, *, is_kept: bool = False) -> B:
     """Return ``body`` with a ``rid``: its own, else that of a moved answer's ticket, else the HTTP request's id.
 
     That id is the path's prefix and ``x-request-id``. A retry may use it again while it is in use: then eight digits
-    are appended. A ``rid`` of the body is not checked here. Submit before anything is awaited, or the name may be taken
-    meanwhile.
+    are appended. ``is_kept``: the name outlives the request, so they are always appended to an id that the client gave.
+    A ``rid`` of the body is not checked here. Submit before anything is awaited, or the name may be taken meanwhile.
     """
     if body.rid is not None:
         return body
@@ -30,6 +30,7 @@ def named(request: Request, body: B) -> B:
         return body.model_copy(update={"rid": ticket.rid})
     record = AccessRecord.of(request.scope)
     rid = record.rid_prefix + record.request_id
-    if HttpState.of(request).engine.live.is_named(rid, Caller.of(request.scope)):
+    is_reused = is_kept and record.has_own_id
+    if is_reused or HttpState.of(request).engine.live.is_named(rid, Caller.of(request.scope)):
         rid = f"{rid}-{secrets.token_hex(4)}"
     return body.model_copy(update={"rid": rid})

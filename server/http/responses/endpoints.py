@@ -8,17 +8,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ....runtime.web.responses.keeper import ResponseKeeper, not_kept
-from ....runtime.web.responses.request import NotKept, ResponseRequest
+from ....runtime.web.body import TooManyValues
+from ....runtime.web.responses.keeper import ResponseKeeper, refused
+from ....runtime.web.responses.request import RequestRefused, ResponseRequest
 from ..bodies.fields import INT32_MAX
 from ..endpoint import endpoint
 from ..engine.plan import Prompt, PromptPlan, name_requests, sampling_params
-from ..errors import bad_request
+from ..errors import ApiError, bad_request
 from ..generation.request_names import named
 from ..generation.request_terms import terms_of, timed
 from ..generation.tickets import ticket_of
 from ..generation.tool_use import ToolUse, forced_call, make_reader
-from ..parsing import parse_bytes, read_bytes
+from ..parsing import MAX_BODY_BYTES, parse_bytes, read_bytes
 from ..served_model import check_model
 from ..state import HttpState
 from .answers import ResponseAnswer, ResponseEvent
@@ -30,19 +31,22 @@ from .writer import ResponsesAnswer, ResponseWriter, echo
 @endpoint(ResponseAnswer, body=ResponsesBody, event=ResponseEvent)
 async def create_response(request: Request) -> Response:
     """Answer a conversation of items, plain or streaming with typed events."""
-    keeper = HttpState.of(request).responses
+    state = HttpState.of(request)
     try:
-        asked = await keeper.read(request.scope, await read_bytes(request))
-    except NotKept as e:
-        return not_kept(request.scope, e)
+        asked = await state.responses.read(request.scope, await read_bytes(request), MAX_BODY_BYTES)
+        await state.uploads.check(asked.body)
+    except RequestRefused as e:
+        return refused(request.scope, e)
+    except TooManyValues as e:
+        raise ApiError(413, str(e)) from None
     answer = await answer_to(request, await parse_bytes(request, ResponsesBody, asked.body))
-    return KeptAnswer(keeper, asked._replace(body=b""), answer)
+    return KeptAnswer(state.responses, asked._replace(body=b""), answer)
 
 
 async def answer_to(request: Request, body: ResponsesBody) -> Response:
     """Return the answer to a checked body. Its input has all of the conversation."""
     state = HttpState.of(request)
-    body = named(request, timed(request, body))
+    body = named(request, timed(request, body), is_kept=True)
     if body.previous_response_id is not None and not body.kept_elsewhere:
         raise bad_request(
             "previous_response_id", "no response is kept for this router's requests; send the conversation in input"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,7 +24,10 @@ from support.served_app import serving
 from pdserve.messages.conversation import ChatMessage
 from pdserve.messages.outputs import FinishType, ReqError, TextBatch
 from pdserve.router.options import RouterOptions
-from pdserve.runtime.web.responses.keeper import open_responses
+from pdserve.runtime.web import body as body_module
+from pdserve.runtime.web.responses import request as request_module
+from pdserve.runtime.web.responses.keeper import LARGE_BYTES, ResponseKeeper, open_responses
+from pdserve.runtime.web.responses.response_store import KeptResponse, NoFiles, ResponseStore, StoreLimits
 from pdserve.server.http.responses.answers import ResponseAnswer
 
 PATH = "/v1/responses"
@@ -289,18 +293,111 @@ async def passed_on(pieces: list[bytes], response_id: str) -> tuple[bytes, int, 
 
     sent: list[bytes] = []
     keeper = open_responses(RouterOptions(worker=["http://127.0.0.1:1"]), is_router=True)
-    request = await keeper.read({"headers": []}, b'{"input": "a"}')
+    request = await keeper.read({"headers": []}, b'{"input": "a"}', 1 << 20)
     await keeper.answer(request, app, {"headers": []}, None, send)  # type: ignore[arg-type]
     scope = {"type": "http", "headers": [], "query_string": b"", "path_params": {"id": response_id}}
     answer = await keeper.get(Request(scope))
     return b"".join(sent), answer.status_code, json.loads(bytes(answer.body)) if answer.status_code == 200 else None
 
 
+def test_a_client_that_does_not_read_cannot_hold_up_a_cancel() -> None:
+    created = b'event: response.created\ndata: {"response":{"id":"r","status":"in_progress"}}\n\n'
+    reads = asyncio.Event()
+    sent: list[bytes] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": created, "more_body": True})
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await reads.wait()
+            sent.append(message["body"])
+
+    async def run() -> None:
+        keeper = open_responses(RouterOptions(worker=["http://127.0.0.1:1"]), is_router=True)
+        request = await keeper.read({"headers": []}, b'{"input": "a"}', 1 << 20)
+        answering = keeper.answer(request, app, {"headers": []}, None, send)  # type: ignore[arg-type]
+        task = asyncio.create_task(answering)  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        scope = {"type": "http", "headers": [], "query_string": b"", "path_params": {"id": "r"}}
+        async with asyncio.timeout(limit(3)):
+            cancelled = await keeper.cancel(Request(scope))
+        assert (cancelled.status_code, json.loads(bytes(cancelled.body))["status"]) == (200, "cancelled")
+        assert (await keeper.get(Request(scope))).body == cancelled.body
+        reads.set()
+        await task
+        assert task.cancelling() == 0
+        assert b"response.incomplete" in b"".join(sent)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("nbytes", "is_large"), [(10, False), (LARGE_BYTES, True)])
+def test_what_a_request_names_decides_where_it_is_read(
+    nbytes: int, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def output(response: bytes) -> list[Any]:
+        threads.append(threading.current_thread().name)
+        return []
+
+    monkeypatch.setattr(request_module, "output_of", output)
+    store = ResponseStore(StoreLimits(1 << 24, 1 << 24), NoFiles())
+    store.put(KeptResponse("", "r", b"{}", b"7" * nbytes))
+    keeper = ResponseKeeper(store, is_router=True)
+    raw = b'{"previous_response_id": "r", "input": "a"}'
+    assert asyncio.run(keeper.read({"headers": []}, raw, 1 << 24)).keeps
+    assert [name.startswith("large-bodies") for name in threads] == [is_large]
+
+
+@both
+def test_a_request_id_may_be_used_again(kind: str) -> None:
+    async def check(served: Front) -> None:
+        ids = []
+        for text in ("a", "b"):
+            body = {"input": text, **SHORT}
+            ids.append((await served.client.post(PATH, json=body, headers={"x-request-id": "trace"})).json()["id"])
+        assert ids[0] != ids[1]
+        assert all(name.startswith("resp_trace-") for name in ids)
+        await served.create("c", previous_response_id=ids[0])
+        chat = served.engine.sent[-1].chat
+        assert chat is not None
+        assert chat.messages[0].content == "a"
+
+    scene(check, kind)
+
+
+@both
+def test_a_conversation_has_the_limits_of_a_body(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "MAX_CONTAINERS", 9)
+
+    async def check(served: Front) -> None:
+        items = [{"role": "user", "content": "a"}] * 4
+        first = await served.create(items)
+        answer = await served.client.post(PATH, json={"input": items, "previous_response_id": first["id"]})
+        assert (answer.status_code, "lists and objects" in answer.text) == (413, True)
+
+    scene(check, kind)
+
+
+@both
+def test_a_response_that_there_is_no_room_for_is_not_kept(kind: str) -> None:
+    async def check(served: Front) -> None:
+        first = await served.create("a" * 20_000)
+        answer = await served.client.post(PATH, json={"input": "b", "previous_response_id": first["id"]})
+        assert (answer.status_code, "--responses-quota" in answer.text) == (400, True)
+        assert await served.status((await served.create("a"))["id"]) == 200
+
+    scene(check, kind, responses_quota=0.01)
+
+
 @both
 def test_nothing_is_kept_if_the_options_say_so(kind: str) -> None:
     async def check(served: Front) -> None:
         response = await served.create("a")
-        assert response["store"] is True
+        assert response["store"] is False
         assert await served.status(response["id"]) == 404
         assert (await served.instance.get(f"{PATH}/{response['id']}")).status_code == 404
 

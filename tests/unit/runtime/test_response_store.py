@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.runtime.web.responses import request as request_module
 from pdserve.runtime.web.responses import response_store
-from pdserve.runtime.web.responses.request import NotKept, ResponseRequest, read_request
+from pdserve.runtime.web.responses.request import InputTooLong, NotKept, ResponseRequest, read_request
 from pdserve.runtime.web.responses.response_files import ResponseFiles, ResponseFolderError
 from pdserve.runtime.web.responses.response_store import (
     OVERHEAD_BYTES,
@@ -116,11 +117,11 @@ def test_one_server_uses_a_folder_at_a_time(tmp_path: Path) -> None:
         ResponseFiles(tmp_path / "file")
 
 
-def read(body: object, *, keeps: bool = True, is_first: bool = False) -> ResponseRequest:
+def read(body: object, *, keeps: bool = True, is_first: bool = False, limit: int = 1 << 20) -> ResponseRequest:
     response = json.dumps({"id": "resp_x", "output": OUTPUT}).encode()
     known = {"resp_x": KeptResponse("", "resp_x", response, json.dumps(ITEM).encode())}
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return read_request(raw, known.get, keeps=keeps, is_first=is_first)
+    return read_request(raw, known.get, limit, keeps=keeps, is_first=is_first)
 
 
 def items(request: ResponseRequest) -> list[object]:
@@ -169,6 +170,58 @@ def test_references_become_the_items() -> None:
         with pytest.raises(NotKept) as error:
             read({"input": [ITEM, {**reference, "id": unknown}]})
         assert error.value.param == "input[1].id"
+
+
+def test_a_response_that_is_named_often_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[bytes] = []
+    output_of = response_store.output_of
+    monkeypatch.setattr(request_module, "output_of", lambda response: parsed.append(response) or output_of(response))
+    reference = {"type": "item_reference", "id": "msg_x_1"}
+    assert items(read({"input": [reference] * 50, "previous_response_id": "resp_x"}))[3:] == [OUTPUT[1]] * 50
+    assert len(parsed) == 1
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_input_that_becomes_too_long_is_refused(is_first: bool) -> None:
+    by_reference = {"input": [{"type": "item_reference", "id": "msg_x_1"}] * 20}
+    for body, param in ((by_reference, "input"), ({"input": "a", "previous_response_id": "resp_x"}, "input")):
+        length = len(read(body).body)
+        assert read(body, is_first=is_first, limit=length + 100).keeps
+        with pytest.raises(InputTooLong) as error:
+            read(body, is_first=is_first, limit=length - 40)
+        assert (error.value.status, error.value.param) == (413, param)
+    # What names nothing has been measured before.
+    assert read({"input": "a" * 100}, limit=100).keeps
+
+
+def test_inputs_of_running_requests_have_limits() -> None:
+    store = ResponseStore(StoreLimits(3 * EACH, 2 * EACH), NoFiles())
+    assert not store.has_room("ana", 2 * EACH)
+    with store.hold("ana", EACH), store.hold("ana", 100):
+        assert not store.has_room("ana", EACH)
+        assert store.has_room("bo", EACH)
+        with store.hold("bo", EACH):
+            assert not store.has_room("bo", 100)
+            assert not store.has_room("cy", EACH)
+    assert store.has_room("ana", EACH)
+
+
+def test_a_failure_on_the_thread_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ResponseFiles(tmp_path)
+
+    def fail(path: Path, target: Path) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    files.write(kept("ana", "1"))
+    files.close()
+    assert "no such thing" in caplog.text
+    caplog.clear()
+    files.write(kept("ana", "2"))
+    files.remove(kept("ana", "1"))
+    assert caplog.text.count("not up to date") == 2
 
 
 def test_a_response_that_is_not_kept_is_refused_by_name() -> None:
