@@ -11,39 +11,43 @@ from .items import CALL, MESSAGE, OUTPUT, REASONING, InputItem
 from .schemas import ResponsesBody
 
 SYSTEM_ROLES = ("system", "developer")
+NO_EFFORT = "none"
+THINKING = ("enable_thinking", "thinking")
+"""Template arguments that say whether the model reasons. Which one has an effect depends on the template."""
 
 
 @dataclass
 class _AssistantTurn:
-    """An assistant's turn that grows: reasoning, then text, then calls."""
+    """An assistant's turn that grows: reasoning, then text, then calls.
 
-    thought: str | None = None
+    After a call it takes whatever the assistant says, as templates want the outputs of calls right after their turn.
+    """
+
+    thoughts: list[str] = field(default_factory=list)
     texts: list[str] | None = None
     calls: list[ChatToolCall] = field(default_factory=list)
 
     def takes(self, item: InputItem) -> bool:
         """Return whether ``item`` can still be a part of this turn."""
-        if item.type == CALL:
-            return True
-        if item.type == REASONING:
-            return self.thought is None and self.texts is None and not self.calls
-        return item.type == MESSAGE and item.role == "assistant" and self.texts is None and not self.calls
+        if item.type == MESSAGE and item.role != "assistant":
+            return False
+        return item.type == CALL or (item.type != OUTPUT and (self.texts is None or bool(self.calls)))
 
     def add(self, item: InputItem) -> None:
         """Add ``item``, which the turn takes."""
         if item.type == CALL:
             self.calls.append(ChatToolCall(item.call_id or "", item.name or "", item.decoded()))
         elif item.type == REASONING:
-            self.thought = item.thought()
+            self.thoughts.append(item.thought())
         else:
-            self.texts = item.texts()
+            self.texts = [*(self.texts or ()), *item.texts()]
 
     def message(self) -> ChatMessage:
         """Return the turn as the template gets it."""
         return ChatMessage(
             "assistant",
             None if self.texts is None else _content(self.texts),
-            reasoning_content=pack(self.thought) if self.thought else None,
+            reasoning_content=pack("\n\n".join(self.thoughts)) if self.thoughts else None,
             tool_calls=self.calls,
         )
 
@@ -66,7 +70,9 @@ def read_conversation(body: ResponsesBody) -> Conversation:
     messages += _turns(items[first:])
     args = dict(body.chat_template_kwargs)
     if body.reasoning.effort is not None:
-        args.setdefault("reasoning_effort", body.reasoning.effort)
+        args = {"reasoning_effort": body.reasoning.effort, **args}
+    if body.reasoning.effort == NO_EFFORT:
+        args = {**dict.fromkeys(THINKING, False), **args}
     tools = [tool.for_template() for tool in body.functions] if body.tool_choice != "none" else []
     return Conversation(messages, template_args=args, tools=tools or None)
 
@@ -77,6 +83,9 @@ def _turns(items: Iterable[InputItem | str]) -> list[ChatMessage]:
     for item in items:
         if isinstance(item, str):
             messages.append(ChatMessage("user", pack(item)))
+            continue
+        if item.type == REASONING and not item.thought():
+            # Only another server can read it.
             continue
         if turn is not None and not turn.takes(item):
             messages.append(turn.message())

@@ -4,15 +4,19 @@
     closed ──reasoning──▶ reasoning ──▶ text or call comes, or the answer ends ──▶ closed
     closed ──call──▶ closed: calls come whole
 
+A call that no request may send back, such as one nested too deep, is written as text.
+
 Ids derive from the request's id and the item's place. So an answer that goes on at another instance keeps them.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...output_parsers.events import OutputEvent, ReasoningDelta, ToolCall
+from ..bodies.tool_fields import decode_arguments
 from ..generation.tool_use import part_id
 from .sealed import seal
 
@@ -103,6 +107,11 @@ class OutputItems:
     def _call(self, call: ToolCall) -> list[Event]:
         if call.number >= self._most_calls:
             return []
+        try:
+            decode_arguments(call.name, call.arguments)
+        except ValueError:
+            # No request could send it back, nor go on after it.
+            return self._grow(f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}', is_reasoning=False)
         events = self._close("completed")
         item_id = self._id("fc")
         item = {

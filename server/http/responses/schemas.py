@@ -204,6 +204,14 @@ class ResponsesBody(RequestFields, SamplingFields):
         """The tools that the model may call, whatever ``tool_choice`` says."""
         return [tool for tool in self.tools if tool.type == FUNCTION]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_formats_of_chats(cls, raw: Any) -> Any:
+        # An ignored format would end in an answer that the client can't parse.
+        if isinstance(raw, dict) and raw.get("response_format") is not None:
+            raise FieldError("response_format", "is a field of /v1/chat/completions; give text.format here")
+        return raw
+
     @model_validator(mode="after")
     def _check_pairs(self) -> ResponsesBody:
         if self.tool_choice not in ("none", "auto") and not self.functions:

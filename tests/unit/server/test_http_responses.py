@@ -219,6 +219,58 @@ def test_an_output_can_be_sent_back_as_it_came() -> None:
     assert (chat.messages[1].content, chat.messages[1].reasoning_content) == ("Let me look.", "Rome, so a call.")
 
 
+CALLED = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+DONE = {"type": "function_call_output", "call_id": "c", "output": "18"}
+
+
+def test_what_is_said_after_a_call_does_not_part_it_from_its_output() -> None:
+    said = [{"role": "assistant", "content": text} for text in ("One.", "Two.")]
+    again = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Again."}]}
+    items = [said[0], CALLED, said[1], again, CALLED | {"call_id": "d"}, DONE, DONE | {"call_id": "d"}, said[0]]
+    calls = [ChatToolCall("c", "weather", {}), ChatToolCall("d", "weather", {})]
+    assert sent({"input": items}).messages == [
+        ChatMessage("assistant", ["One.", "Two."], reasoning_content="Again.", tool_calls=calls),
+        ChatMessage("tool", "18", tool_call_id="c"),
+        ChatMessage("tool", "18", tool_call_id="d"),
+        ChatMessage("assistant", "One."),
+    ]
+
+
+@pytest.mark.parametrize("sealed", ["gAAAA", "pdserve:é", "pdserve:/w==", "pdserve:a", ""])
+def test_reasoning_that_cannot_be_read_is_left_out(sealed: str) -> None:
+    empty = {"type": "reasoning", "summary": [], "encrypted_content": sealed}
+    read = [{"type": "reasoning", "encrypted_content": seal(text)} for text in ("Hm.", "Yes.")]
+    user = {"role": "user", "content": "a"}
+    items = [empty, user, read[0], empty, read[1], empty, CALLED, empty, DONE, empty, user]
+    assert sent({"input": items}).messages == [
+        ChatMessage("user", "a"),
+        ChatMessage("assistant", None, reasoning_content="Hm.\n\nYes.", tool_calls=[ChatToolCall("c", "weather", {})]),
+        ChatMessage("tool", "18", tool_call_id="c"),
+        ChatMessage("user", "a"),
+    ]
+
+
+def test_no_effort_turns_reasoning_off() -> None:
+    body = {"reasoning": {"effort": "none"}, "chat_template_kwargs": {"thinking": True}}
+    assert sent(body).template_args == {"reasoning_effort": "none", "enable_thinking": False, "thinking": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_no_request_could_send_back_is_text(stream: bool) -> None:
+    nested = '{"name": "weather", "arguments": {"a": ' + "[" * 70 + "]" * 70 + "}}"
+    response, _ = ask({"tools": [TOOL], "stream": stream}, f"<tool_call>\n{nested}\n</tool_call>")
+    answer = check_stream(events_of(response.text)) if stream else response_of(response)
+    (message,) = answer["output"]
+    assert json.loads(message["content"][0]["text"]) == json.loads(nested)
+    assert len(sent({"input": [{"role": "user", "content": ASK}, message]}).messages) == 2
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_new_tokens"])
+def test_limits_of_other_apis_are_ignored_with_a_hint(name: str) -> None:
+    response, _ = ask({name: 3})
+    assert response.headers[IGNORED] == f"{name};did-you-mean=max_output_tokens"
+
+
 def test_tools_of_other_types_are_ignored_and_named() -> None:
     others = [
         {"type": "local_shell"},
@@ -265,6 +317,7 @@ def test_tools_of_other_types_are_ignored_and_named() -> None:
         ({"tools": [TOOL], "text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 2, "min_tokens": 3}, "min_tokens"),
         ({"metadata": {"a": "x" * 513}}, "metadata"),
