@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from ....messages.decode import shown
-from ....runtime.web.body import MAX_PROMPTS
 from ..errors import bad_request
 from .fields import Body, inner_bodies, named_fields
 from .unserved import IGNORED, is_neutral
@@ -39,6 +38,8 @@ MAX_NAMED = 32
 MAX_HINTS = 8
 MAX_FIELDS = 1024
 """Maximum number of names in one object."""
+MAX_OBJECTS = 1 << 14
+"""Maximum number of objects of one list that are checked: the length of the longest list that any API takes."""
 MAX_LOGGED = 256
 """Maximum number of names that are logged in all."""
 MAX_NAME = 64
@@ -48,21 +49,24 @@ TOKEN_CHARACTERS = "!#$&'*+-.^_`|~[]"
 MORE = "..."
 INDEX = re.compile(r"\[[0-9]+\]")
 
-ELSEWHERE: Mapping[str, str] = {
-    "seed": "sampling_seed",
-    "sampling_seed": "seed",
-    "max_tokens": "max_new_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_length": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "min_new_tokens": "min_tokens",
-    "prompt": "text",
-    "inputs": "text",
-    "text": "prompt",
-    "parameters": "sampling_params",
-    "logprobs": "return_logprob",
+ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    "seed": ("sampling_seed",),
+    "sampling_seed": ("seed",),
+    "max_tokens": ("max_new_tokens", "max_output_tokens"),
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "max_completion_tokens": ("max_output_tokens", "max_tokens", "max_new_tokens"),
+    "max_output_tokens": ("max_tokens", "max_new_tokens"),
+    "max_length": ("max_new_tokens",),
+    "min_tokens": ("min_new_tokens",),
+    "min_new_tokens": ("min_tokens",),
+    "messages": ("input",),
+    "prompt": ("text",),
+    "inputs": ("text",),
+    "text": ("prompt",),
+    "parameters": ("sampling_params",),
+    "logprobs": ("return_logprob",),
 }
-"""Names of other APIs and the field that they mean here, if the spelling alone does not suggest it."""
+"""Names of other APIs and the fields that they may mean here, if the spelling alone does not suggest them."""
 
 
 class Hint(NamedTuple):
@@ -157,7 +161,7 @@ class _Search:
             self.object(schema, value, f"{path}.")
         elif isinstance(value, list):
             # A longer list is refused for its length.
-            for i, item in enumerate(islice(value, MAX_PROMPTS)):
+            for i, item in enumerate(islice(value, MAX_OBJECTS)):
                 if isinstance(item, dict) and schema.is_ignored(item):
                     self._ignore(IgnoredField(f"{path}[{i}].", schema, "type", is_unknown=False))
                 elif isinstance(item, dict):
@@ -223,5 +227,6 @@ def _find_hint(schema: type[Body], name: str) -> Hint:
         place = schema.belongs[name]
         return Hint(f"{place}.{name}", f'; it belongs in "{place}"')
     known = named_fields(schema).keys()
-    near = [other] if (other := ELSEWHERE.get(name)) in known else difflib.get_close_matches(name.lower(), known, 1)
+    meant = [other for other in ELSEWHERE.get(name, ()) if other in known]
+    near = meant or difflib.get_close_matches(name.lower(), known, 1)
     return Hint(near[0], f'; did you mean "{near[0]}"?') if near else NO_HINT

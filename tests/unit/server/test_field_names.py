@@ -15,17 +15,21 @@ from hypothesis import strategies as st
 from support.endpoints import BODY_MODELS
 from support.fake_engine import FakeEngine, with_engine
 
+from pdserve.runtime.web.body import MAX_PROMPTS
 from pdserve.server.http.bodies.field_names import (
     MAX_FIELDS,
     MAX_HEADER,
     MAX_LOGGED,
     MAX_NAMED,
+    MAX_OBJECTS,
     FieldNames,
     UnknownFields,
 )
 from pdserve.server.http.errors import ApiError
 from pdserve.server.http.native.schemas import GenerateBody
 from pdserve.server.http.openai.schemas import ChatBody, CompletionBody
+from pdserve.server.http.responses.items import MAX_ITEMS
+from pdserve.server.http.responses.schemas import ResponsesBody
 
 HEADER = "x-pdserve-ignored"
 USER = {"role": "user", "content": "hi"}
@@ -50,6 +54,13 @@ def test_fields_are_known_by_the_names_that_clients_write() -> None:
     ):
         answer = post(CHAT, {"messages": [USER], "max_tokens": 1, **asked}, "refuse")
         assert (answer.status_code, answer.headers.get(HEADER)) == (200, None), answer.text
+
+
+def test_names_are_checked_in_the_longest_list_that_is_served() -> None:
+    assert max(MAX_ITEMS, MAX_PROMPTS) <= MAX_OBJECTS
+    items = [USER] * (MAX_ITEMS - 1) + [{**USER, "opts": 1}]
+    named = FieldNames("warn").check(ResponsesBody, {"input": items})
+    assert named == f"input[{MAX_ITEMS - 1}].opts".encode()
 
 
 BODIES: list[tuple[str, dict[str, Any], str]] = [
