@@ -321,12 +321,15 @@ def test_a_client_that_does_not_read_cannot_hold_up_a_cancel() -> None:
         task = asyncio.create_task(answering)  # type: ignore[arg-type]
         await asyncio.sleep(0)
         scope = {"type": "http", "headers": [], "query_string": b"", "path_params": {"id": "r"}}
-        async with asyncio.timeout(limit(3)):
-            cancelled = await keeper.cancel(Request(scope))
-        assert (cancelled.status_code, json.loads(bytes(cancelled.body))["status"]) == (200, "cancelled")
-        assert (await keeper.get(Request(scope))).body == cancelled.body
-        reads.set()
+        try:
+            async with asyncio.timeout(limit(3)):
+                cancelled = await keeper.cancel(Request(scope))
+            kept = await keeper.get(Request(scope))
+        finally:
+            reads.set()
         await task
+        assert (cancelled.status_code, json.loads(bytes(cancelled.body))["status"]) == (200, "cancelled")
+        assert kept.body == cancelled.body
         assert task.cancelling() == 0
         assert b"response.incomplete" in b"".join(sent)
 
