@@ -22,7 +22,7 @@ from ...messages.decode import shown
 from ...messages.metrics import Labelled
 from ..logs import REQUEST_ID
 from ..refusal_log import RefusalLog
-from .errors import ErrorShape, plain_error
+from .errors import ErrorShape, message_error, plain_error
 from .paths import Access, PathFacts, PathTable
 from .proxies import UNKNOWN, TrustedProxies
 from .sse import OPENAI_STREAM, StreamFormat
@@ -37,6 +37,8 @@ OTHER = "other"
 """Label in place of paths and methods that clients make up: each would be a time series of its own."""
 CLIENT_GONE = 499
 """nginx's status for a client that closed its connection before it was answered."""
+OLLAMA_PREFIX = "/api/"
+"""Beginning of the paths of Ollama's API."""
 SCOPE_KEY = "pdserve.access_record"
 
 
@@ -117,9 +119,14 @@ class AccessRecord:
 
 
 def error_shape(scope: Scope) -> ErrorShape:
-    """Return the shape of errors at the path of ``scope``: the usual one if the path does not exist."""
+    """Return the shape of errors at the path of ``scope``: the usual one if the path does not exist.
+
+    Clients of Ollama also use paths of its API that do not exist here.
+    """
     record: AccessRecord | None = scope.get(SCOPE_KEY)
-    return record.facts.error_shape if record is not None and record.facts is not None else plain_error
+    if record is not None and record.facts is not None:
+        return record.facts.error_shape
+    return message_error if scope["path"].startswith(OLLAMA_PREFIX) else plain_error
 
 
 def stream_format(scope: Scope) -> StreamFormat:
