@@ -27,15 +27,20 @@ OPEN, METRICS, USER, CACHE, ADMIN = Access.OPEN, Access.METRICS, Access.USER, Ac
 
 Api = tuple[PathFacts, ...]
 
+OLLAMA_EMPTY = (
+    b'{"model":"","created_at":"1970-01-01T00:00:0%dZ","message":{"role":"assistant","content":""},'
+    b'"response":"","done":false}\n'
+)
+"""Line that adds nothing to an answer of either endpoint of Ollama's; its second tells one kind from another."""
 OLLAMA_LINES = StreamFormat(
     before_error=b"",
     error_sign=b'{"error":',
     last_event=b"",
     content_type=b"application/x-ndjson",
     event_ends=(b"\n",),
-    # Lines of JSON have no comments: this adds nothing to an answer of either endpoint.
-    keep_alive=b'{"model":"","created_at":"1970-01-01T00:00:00Z","message":{"role":"assistant","content":""},'
-    b'"response":"","done":false}\n',
+    # Lines of JSON have no comments.
+    keep_alive=OLLAMA_EMPTY % 0,
+    progress=OLLAMA_EMPTY % 1,
     before_moved=b"moved: ",
     is_default=True,
 )

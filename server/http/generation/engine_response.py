@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -38,6 +39,8 @@ LARGE_LOGPROBS = 10_000
 """Number of log-probabilities that take some 10 ms to write."""
 KEEP_ALIVE_SECONDS = 15.0
 """Interval of keep-alive events. Most proxies wait for 60 s; shorter answers contain none."""
+PROGRESS_SECONDS = 15.0
+"""Interval of events that only show progress, while tokens come but nothing of them can be written."""
 STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     # nginx would hold small chunks back.
@@ -263,7 +266,7 @@ class EngineResponse(Response):
         return events
 
     async def _send_stream(self, submission: Submission, scope: Scope, send: Send) -> None:
-        started, framing = False, stream_format(scope)
+        started, framing, wrote_at = False, stream_format(scope), time.monotonic()
         head = [(b"content-type", framing.content_type), *STREAM_HEADERS]
         try:
             with KeepAlive(submission):
@@ -277,7 +280,11 @@ class EngineResponse(Response):
                         await send({"type": "http.response.start", "status": 200, "headers": head})
                     if ended:
                         break
+                    now = time.monotonic()
+                    if not events and now - wrote_at >= PROGRESS_SECONDS:
+                        events = framing.progress
                     if events:
+                        wrote_at = now
                         await send({"type": "http.response.body", "body": events, "more_body": True})
         except ApiError as e:
             if not started:
