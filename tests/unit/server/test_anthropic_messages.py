@@ -365,6 +365,20 @@ def test_errors_of_the_prompt_have_this_apis_words(path: str, field: str, code: 
     with_engine(run)
 
 
+def test_answers_have_the_requests_id_where_anthropics_package_looks_for_it() -> None:
+    async def run(engine: FakeEngine) -> None:
+        body = {"messages": [USER], "max_tokens": 1}
+        asked = [(MESSAGES, body), (MESSAGES, {**body, "stream": True}), (MESSAGES, {}), (COUNT, {"messages": [USER]})]
+        answers = [await engine.post(path, content) for path, content in asked]
+        assert [answer.status_code for answer in answers] == [200, 200, 400, 200]
+        assert all(answer.headers["request-id"] == answer.headers["x-request-id"] for answer in answers)
+        assert answers[0].headers["request-id"] == answers[0].json()["id"]
+        other = await engine.post("/v1/chat/completions", body)
+        assert "request-id" not in other.headers
+
+    with_engine(run)
+
+
 def test_a_stream_that_fails_ends_with_an_error() -> None:
     async def run(engine: FakeEngine) -> None:
         body = {"messages": [USER], "max_tokens": 9, "stream": True}
