@@ -86,6 +86,11 @@ class AccessRecord:
         return self.facts.stream_format if self.facts is not None else OPENAI_STREAM
 
     @property
+    def id_headers(self) -> tuple[bytes, ...]:
+        """Headers of the answer, beside the usual one, that have the request's id."""
+        return self.facts.id_headers if self.facts is not None else ()
+
+    @property
     def label(self) -> str:
         """Label of the path in metrics; ``OTHER`` for all paths that do not exist."""
         return self.facts.label if self.facts is not None else OTHER
@@ -115,7 +120,8 @@ class AccessRecord:
             headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() != HEADER]
             streamed = self.stream_format.media_type
             self.streams = any(name == b"content-type" and value.startswith(streamed) for name, value in headers)
-            message["headers"] = [*headers, *self.headers, (HEADER, self.request_id.encode("ascii"))]
+            own = self.request_id.encode("ascii")
+            message["headers"] = [*headers, *self.headers, *((name, own) for name in (HEADER, *self.id_headers))]
 
 
 def error_shape(scope: Scope) -> ErrorShape:

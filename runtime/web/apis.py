@@ -63,12 +63,20 @@ RESPONSES_STREAM = StreamFormat(
 )
 
 
-def api(*paths: PathFacts, error_shape: ErrorShape = plain_error, stream_format: StreamFormat = OPENAI_STREAM) -> Api:
+def api(
+    *paths: PathFacts,
+    error_shape: ErrorShape = plain_error,
+    stream_format: StreamFormat = OPENAI_STREAM,
+    id_headers: tuple[bytes, ...] = (),
+) -> Api:
     """Declare an API by its paths.
 
-    ``error_shape`` is the shape of all their errors, ``stream_format`` the format of their streams.
+    ``error_shape`` is the shape of all their errors, ``stream_format`` the format of their streams. ``id_headers``:
+    their headers for the request's id, beside the usual one.
     """
-    return tuple(facts._replace(error_shape=error_shape, stream_format=stream_format) for facts in paths)
+    return tuple(
+        facts._replace(error_shape=error_shape, stream_format=stream_format, id_headers=id_headers) for facts in paths
+    )
 
 
 def get(
@@ -180,6 +188,7 @@ APIS: tuple[Api, ...] = (
         ),
         error_shape=anthropic_error,
         stream_format=ANTHROPIC_STREAM,
+        id_headers=(b"request-id",),
     ),
     # OpenAI's, with items and typed events
     api(
