@@ -14,6 +14,8 @@ class Encoded(TextAnswer):
     error: str | None = None
     field: str | None = None
     """Name of the field that caused the error."""
+    code: str | None = None
+    """The error's code for programs, if it has one."""
     rendered: str | None = None
     """The conversation as the chat template renders it, if that was asked for."""
 

@@ -53,6 +53,18 @@ class _Fields(msgspec.Struct):
     text: msgspec.Raw = ABSENT
     messages: msgspec.Raw = ABSENT
     input: msgspec.Raw = ABSENT
+    system: msgspec.Raw = ABSENT
+    instructions: msgspec.Raw = ABSENT
+    tools: msgspec.Raw = ABSENT
+
+    @property
+    def conversation(self) -> list[msgspec.Raw]:
+        """The fields that hold a conversation; they leave ``PROMPT_FIELDS`` without a meaning."""
+        return [
+            value
+            for value, kinds in ((self.messages, b"["), (self.input, b'["'))
+            if (kind := bytes(memoryview(value)[:1])) and kind in kinds
+        ]
 
 
 class _AnyList(msgspec.Struct, array_like=True):
@@ -99,13 +111,17 @@ class RequestBody:
         fields = _decode(raw, _Fields)
         if not raw.isascii():
             _check_utf8(raw)
-        prompts = [_Prompt.read(name, getattr(fields, name)) for name in PROMPT_FIELDS]
-        prompt_tokens = next((prompt.tokens for prompt in prompts if prompt.tokens), None)
+        chat = fields.conversation
+        names = () if chat else PROMPT_FIELDS
+        prompts = [_Prompt.read(name, getattr(fields, name)) for name in names]
+        around = (fields.system, fields.instructions, fields.tools)
+        texts = [*chat, *(value for value in around if value not in (ABSENT, NULL))]
         return cls(
             raw=raw,
             stream=fields.stream == TRUE or (streams and fields.stream in (ABSENT, NULL)),
             batch_size=next((prompt.batch_size for prompt in prompts if prompt.batch_size is not None), None),
-            prompt_tokens=_chat_tokens(fields) if prompt_tokens is None else prompt_tokens,
+            prompt_tokens=next((prompt.tokens for prompt in prompts if prompt.tokens), 0)
+            + sum(map(_text_tokens, texts)),
             is_empty=EMPTY.fullmatch(raw) is not None,
             has_rid=fields.rid not in (ABSENT, NULL),
             has_stream_options=fields.stream_options != ABSENT,
@@ -240,16 +256,8 @@ def _entries(data: bytes, are_texts: bool) -> Sequence[Any]:
         return ()
 
 
-def _chat_tokens(fields: _Fields) -> int:
-    """Estimate the tokens of a conversation, 0 if there is none. Roles and field names count as well."""
-    kinds = {b"[": (fields.messages, fields.input), b'"': (fields.input,)}
-    return sum(
-        _text_tokens(value) for kind, values in kinds.items() for value in values if memoryview(value)[:1] == kind
-    )
-
-
 def _text_tokens(value: msgspec.Raw) -> int:
-    """Estimate the tokens of JSON that is text, or contains text.
+    """Estimate the tokens of JSON that is text, or contains text. Roles and field names count as well.
 
     Bytes are a better measure than characters. A token of Chinese or Japanese is about one character of three bytes.
     Clients that write such text with escapes send twice as many bytes, and get twice the estimate.

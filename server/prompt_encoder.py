@@ -70,7 +70,8 @@ class PromptEncoder:
         checked = [rendered] if rendered is not None else [self.checked(field, text) for text in texts or ()]
         if add_special_tokens is None:
             add_special_tokens = rendered is None
-        too_many = PromptError(field, f"{field} has more than {max_tokens} tokens in all; ask in parts")
+        code = None if rendered is None else TOO_LONG
+        too_many = PromptError(field, f"{field} has more than {max_tokens} tokens in all; ask in parts", code)
         encoded: list[list[int]] = []
         left = max_tokens
         for text in checked:

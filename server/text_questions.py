@@ -60,7 +60,7 @@ class TextQuestions:
                 raise rendered
             token_ids = self._encoder.encode(question.texts, rendered, question.add_special_tokens, most)
         except PromptError as e:
-            return Encoded(error=str(e), field=e.field, id=question.id)
+            return Encoded(error=str(e), field=e.field, code=e.code, id=question.id)
         pieces = None
         if question.pieces:
             pieces = [[self._read[i] for i in ids] for ids in token_ids]

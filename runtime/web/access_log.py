@@ -22,7 +22,7 @@ from ...messages.decode import shown
 from ...messages.metrics import Labelled
 from ..logs import REQUEST_ID
 from ..refusal_log import RefusalLog
-from .errors import ErrorShape, plain_error
+from .errors import ErrorShape, message_error, plain_error
 from .paths import Access, PathFacts, PathTable
 from .proxies import UNKNOWN, TrustedProxies
 from .sse import OPENAI_STREAM, StreamFormat
@@ -37,6 +37,8 @@ OTHER = "other"
 """Label in place of paths and methods that clients make up: each would be a time series of its own."""
 CLIENT_GONE = 499
 """nginx's status for a client that closed its connection before it was answered."""
+OLLAMA_PREFIX = "/api/"
+"""Beginning of the paths of Ollama's API."""
 SCOPE_KEY = "pdserve.access_record"
 
 
@@ -84,6 +86,11 @@ class AccessRecord:
         return self.facts.stream_format if self.facts is not None else OPENAI_STREAM
 
     @property
+    def id_headers(self) -> tuple[bytes, ...]:
+        """Headers of the answer, beside the usual one, that have the request's id."""
+        return self.facts.id_headers if self.facts is not None else ()
+
+    @property
     def label(self) -> str:
         """Label of the path in metrics; ``OTHER`` for all paths that do not exist."""
         return self.facts.label if self.facts is not None else OTHER
@@ -113,13 +120,19 @@ class AccessRecord:
             headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() != HEADER]
             streamed = self.stream_format.media_type
             self.streams = any(name == b"content-type" and value.startswith(streamed) for name, value in headers)
-            message["headers"] = [*headers, *self.headers, (HEADER, self.request_id.encode("ascii"))]
+            own = self.request_id.encode("ascii")
+            message["headers"] = [*headers, *self.headers, *((name, own) for name in (HEADER, *self.id_headers))]
 
 
 def error_shape(scope: Scope) -> ErrorShape:
-    """Return the shape of errors at the path of ``scope``: the usual one if the path does not exist."""
+    """Return the shape of errors at the path of ``scope``: the usual one if the path does not exist.
+
+    Clients of Ollama also use paths of its API that do not exist here.
+    """
     record: AccessRecord | None = scope.get(SCOPE_KEY)
-    return record.facts.error_shape if record is not None and record.facts is not None else plain_error
+    if record is not None and record.facts is not None:
+        return record.facts.error_shape
+    return message_error if scope["path"].startswith(OLLAMA_PREFIX) else plain_error
 
 
 def stream_format(scope: Scope) -> StreamFormat:

@@ -27,15 +27,20 @@ OPEN, METRICS, USER, CACHE, ADMIN = Access.OPEN, Access.METRICS, Access.USER, Ac
 
 Api = tuple[PathFacts, ...]
 
+OLLAMA_EMPTY = (
+    b'{"model":"","created_at":"1970-01-01T00:00:0%dZ","message":{"role":"assistant","content":""},'
+    b'"response":"","done":false}\n'
+)
+"""Line that adds nothing to an answer of either endpoint of Ollama's; its second tells one kind from another."""
 OLLAMA_LINES = StreamFormat(
     before_error=b"",
     error_sign=b'{"error":',
     last_event=b"",
     content_type=b"application/x-ndjson",
     event_ends=(b"\n",),
-    # Lines of JSON have no comments: this adds nothing to an answer of either endpoint.
-    keep_alive=b'{"model":"","created_at":"1970-01-01T00:00:00Z","message":{"role":"assistant","content":""},'
-    b'"response":"","done":false}\n',
+    # Lines of JSON have no comments.
+    keep_alive=OLLAMA_EMPTY % 0,
+    progress=OLLAMA_EMPTY % 1,
     before_moved=b"moved: ",
     is_default=True,
 )
@@ -58,12 +63,20 @@ RESPONSES_STREAM = StreamFormat(
 )
 
 
-def api(*paths: PathFacts, error_shape: ErrorShape = plain_error, stream_format: StreamFormat = OPENAI_STREAM) -> Api:
+def api(
+    *paths: PathFacts,
+    error_shape: ErrorShape = plain_error,
+    stream_format: StreamFormat = OPENAI_STREAM,
+    id_headers: tuple[bytes, ...] = (),
+) -> Api:
     """Declare an API by its paths.
 
-    ``error_shape`` is the shape of all their errors, ``stream_format`` the format of their streams.
+    ``error_shape`` is the shape of all their errors, ``stream_format`` the format of their streams. ``id_headers``:
+    their headers for the request's id, beside the usual one.
     """
-    return tuple(facts._replace(error_shape=error_shape, stream_format=stream_format) for facts in paths)
+    return tuple(
+        facts._replace(error_shape=error_shape, stream_format=stream_format, id_headers=id_headers) for facts in paths
+    )
 
 
 def get(
@@ -175,6 +188,7 @@ APIS: tuple[Api, ...] = (
         ),
         error_shape=anthropic_error,
         stream_format=ANTHROPIC_STREAM,
+        id_headers=(b"request-id",),
     ),
     # OpenAI's, with items and typed events
     api(

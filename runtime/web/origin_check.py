@@ -63,7 +63,7 @@ class Cors(CORSMiddleware):
             allow_origins=sorted(origins),
             allow_methods=sorted(methods),
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
         self._table = table
 

@@ -82,6 +82,8 @@ class PathFacts(NamedTuple):
     """Form of the path's errors, whichever server and layer they come from."""
     stream_format: StreamFormat = OPENAI_STREAM
     """Framing of the path's streams."""
+    id_headers: tuple[bytes, ...] = ()
+    """Headers of an answer, beside ``x-request-id``, that have the request's id."""
 
     @property
     def only_reads(self) -> bool:

@@ -39,6 +39,9 @@ class StreamFormat(NamedTuple):
     keep_alive: bytes = b": keep-alive\n\n"
     """Event without meaning, which is sent while nothing else is. Comments of server-sent events need not be equal to
     it."""
+    progress: bytes = b": progress\n\n"
+    """Event that only says that tokens come, while nothing of them can be written, as of a call until it is complete.
+    """
     before_moved: bytes = b"event: moved\ndata: "
     """Text before the ticket of the event that refers a router to the instance with the rest of the answer."""
     is_default: bool = False
@@ -65,7 +68,7 @@ class StreamFormat(NamedTuple):
     def is_keep_alive(self, events: bytes) -> bool:
         """Return whether ``events`` have no meaning. Then the prompt still waits, and may be computed elsewhere."""
         if events.startswith(b":"):
-            return b"data:" not in events
+            return b"data:" not in events and self.progress not in events
         return events.startswith(self.keep_alive) and not events.replace(self.keep_alive, b"")
 
     def has_error(self, events: bytes) -> bool:

@@ -96,6 +96,11 @@ def bad_request(param: str | None, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 
+def internal_error(error: Exception) -> ApiError:
+    """Return the ``ApiError`` 500 for an unexpected ``error``. The caller logs its traceback."""
+    return ApiError(500, f"internal error ({type(error).__name__}); the server's log has the details")
+
+
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response(request.scope)
@@ -119,8 +124,10 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     # Starlette raises the error again after this response, so its traceback reaches the log.
-    bug = ApiError(500, f"internal error ({type(error).__name__}); the server's log has the details")
-    return bug.response(request.scope)
+    response = internal_error(error).response(request.scope)
+    # The HTTP server closes the connection then. A router must not send the next request into it.
+    response.headers["connection"] = "close"
+    return response
 
 
 def install_error_handlers(app: Starlette) -> None:

@@ -14,6 +14,8 @@ from .errors import ApiError
 
 ALWAYS = "default"
 """A name that every instance answers to."""
+LATEST = ":latest"
+"""Tag of Ollama's, which a name without a tag stands for. Clients get names with it from ``/api/tags``."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,11 @@ class ServedModel:
         return self.names[0]
 
     def answers_to(self, asked: str | None) -> bool:
-        """Return whether ``asked`` names this model; None and "" name none and always do."""
-        return not asked or asked in (ALWAYS, self.path, *self.names)
+        """Return whether ``asked`` names this model; None and "" name none and always do.
+
+        A name may have the tag ``LATEST``.
+        """
+        return not asked or not {asked, asked.removesuffix(LATEST)}.isdisjoint((ALWAYS, self.path, *self.names))
 
 
 def check_model(asked: str | None, model: ServedModel) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 from .base import OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Malformed, Parser, Reader, arguments_of
+from .reader import Malformed, Parser, Reader, arguments_of, make_call
 from .sections import only_text, reasoning, text_and_calls
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -54,7 +54,7 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
         after = reader.at
         try:
             text, value = yield from reader.json_value()
-            arguments = arguments_of(text, value)
+            call = make_call(name, arguments_of(text, value))
             yield from reader.skip_space()
             yield from reader.takes(FENCE)
             yield from reader.expect(CALL_END)
@@ -62,7 +62,7 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
             reader.at = after
             yield from reader.until(CALL_END)
             raise Malformed("arguments") from None
-        return [ToolCall(name, arguments)]
+        return [call]
 
     yield from text_and_calls(reader, markers, read)
 

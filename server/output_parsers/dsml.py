@@ -12,7 +12,7 @@ from collections.abc import Generator
 
 from .base import OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Malformed, Parser, Reader, parse_json, strict_json
+from .reader import Malformed, Parser, Reader, make_call, parse_json, strict_json
 from .sections import only_text, reasoning, text_and_calls
 
 OPEN, CLOSE = "<｜DSML｜", "</｜DSML｜"
@@ -59,7 +59,7 @@ def _invoke(reader: Reader) -> Generator[None, None, ToolCall]:
         value, _ = yield from reader.until(f"{CLOSE}parameter>", f"{CLOSE} parameter>")
         arguments[own[1]] = json.dumps(value, ensure_ascii=False) if own[2] != "false" else _as_json(value)
     pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
-    return ToolCall(found[1], "{" + ", ".join(pairs) + "}")
+    return make_call(found[1], "{" + ", ".join(pairs) + "}")
 
 
 def _as_json(value: str) -> str:

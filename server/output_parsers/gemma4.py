@@ -8,11 +8,13 @@ from typing import Any
 
 from .base import OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Malformed, Parser, Reader, parse_json
+from .reader import Malformed, Parser, Reader, make_call, parse_json
 from .sections import only_text, reasoning, text_and_calls
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 THINK = ("<|channel>thought\n", "<channel|>")
+MAX_LEVELS = 100
+"""Maximum levels of objects and lists in a call's arguments. Each is a generator of its own."""
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
@@ -39,12 +41,12 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
             reader.at = start
             yield from reader.until(END)
             raise
-        return [ToolCall(name.strip(), json.dumps(arguments, ensure_ascii=False))]
+        return [make_call(name.strip(), json.dumps(arguments, ensure_ascii=False))]
 
     yield from text_and_calls(reader, markers, read)
 
 
-def _members(reader: Reader) -> Generator[None, None, dict[str, Any]]:
+def _members(reader: Reader, level: int = 1) -> Generator[None, None, dict[str, Any]]:
     found: dict[str, Any] = {}
     yield from reader.skip_space()
     if (yield from reader.takes("}")):
@@ -56,18 +58,21 @@ def _members(reader: Reader) -> Generator[None, None, dict[str, Any]]:
             yield from reader.expect(":")
         else:
             key, _ = yield from reader.until(":")
-        found[key.strip()] = yield from _value(reader)
+        found[key.strip()] = yield from _value(reader, level)
         if (yield from reader.expect(",", "}")) == "}":
             return found
 
 
-def _value(reader: Reader) -> Generator[None, None, Any]:
+def _value(reader: Reader, level: int) -> Generator[None, None, Any]:
+    """Read a value inside ``level`` objects and lists. Raises ``Malformed`` for more than ``MAX_LEVELS``."""
+    if level > MAX_LEVELS:
+        raise Malformed("levels")
     yield from reader.skip_space()
     mark = yield from reader.takes(QUOTE, "{", "[", '"')
     if mark == QUOTE:
         return (yield from reader.until(QUOTE))[0]
     if mark == "{":
-        return (yield from _members(reader))
+        return (yield from _members(reader, level + 1))
     if mark == '"':
         reader.at -= 1
         return (yield from reader.json_value())[1]
@@ -77,7 +82,7 @@ def _value(reader: Reader) -> Generator[None, None, Any]:
         if (yield from reader.takes("]")):
             return items
         while True:
-            items.append((yield from _value(reader)))
+            items.append((yield from _value(reader, level + 1)))
             if (yield from reader.expect(",", "]")) == "]":
                 return items
     bare, end = yield from reader.until(",", "}", "]")

@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 from .base import OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Incomplete, Malformed, Parser, Reader
+from .reader import Incomplete, Malformed, Parser, Reader, make_call
 from .schema_types import parameter, to_json
 from .sections import only_text, reasoning, text_and_calls
 
@@ -51,7 +51,7 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
             arguments[key.strip()] = to_json(value, parameter(schema, key.strip()))
             mark = KEY if mark.endswith(KEY) else END
         pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
-        return [ToolCall(name, "{" + ", ".join(pairs) + "}")]
+        return [make_call(name, "{" + ", ".join(pairs) + "}")]
 
     yield from text_and_calls(reader, markers, read)
 

@@ -11,8 +11,7 @@ import re
 from collections.abc import Generator
 
 from .base import OutputFormat, ParseRequest
-from .events import ToolCall
-from .reader import SPACE, Incomplete, Malformed, Parser, Reader, arguments_of
+from .reader import SPACE, Incomplete, Malformed, Parser, Reader, arguments_of, make_call
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -100,7 +99,7 @@ def _call(reader: Reader, name: str, channel: str, *, is_offered: bool) -> Parse
     start = reader.at
     try:
         text, value = yield from reader.json_value()
-        call = ToolCall(name, arguments_of(text, value))
+        call = make_call(name, arguments_of(text, value))
         yield from reader.skip_space()
         mark = yield from reader.takes(*ENDS)
         if not is_offered or (not mark and reader.at < len(reader.text)):

@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 from .base import CallShape, OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Malformed, Parser, Reader, arguments_of
+from .reader import Malformed, Parser, Reader, arguments_of, make_call
 from .sections import only_text, reasoning, text_and_calls
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -37,9 +37,9 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
             if not name:
                 raise Malformed("name")
             text, value = yield from reader.json_value()
-            arguments = arguments_of(text, value)
+            call = make_call(name, arguments_of(text, value))
             yield from reader.expect(CALL_END)
-            reader.emit_call(ToolCall(name, arguments))
+            reader.emit_call(call)
             reader.text, reader.at = marker + reader.text[reader.at :], len(marker)
 
     yield from text_and_calls(reader, markers, read)

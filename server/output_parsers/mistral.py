@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 from .base import CallShape, OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Malformed, Parser, Reader, arguments_of, calls_of
+from .reader import Malformed, Parser, Reader, arguments_of, calls_of, make_call
 from .sections import only_text, reasoning, text_and_calls
 
 BEGIN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -37,7 +37,7 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
         reader.at -= mark == "{"
         if not name.strip() or any(c in name for c in "[\"'\n "):
             raise Malformed("name")
-        return [ToolCall(name.strip(), arguments_of(*(yield from reader.json_value())))]
+        return [make_call(name.strip(), arguments_of(*(yield from reader.json_value())))]
 
     yield from text_and_calls(reader, markers, read)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .base import OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Malformed, Parser, Reader
+from .reader import Malformed, Parser, Reader, make_call
 from .sections import only_text
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
@@ -105,7 +105,7 @@ def _call(node: ast.expr) -> ToolCall:
         if keyword.arg is None:
             raise Malformed("call")
         arguments[keyword.arg] = _literal(keyword.value)
-    return ToolCall(_name(node.func), json.dumps(arguments, ensure_ascii=False))
+    return make_call(_name(node.func), json.dumps(arguments, ensure_ascii=False))
 
 
 def _name(node: ast.expr) -> str:

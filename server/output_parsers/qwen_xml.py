@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 from .base import OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Malformed, Parser, Reader
+from .reader import Malformed, Parser, Reader, make_call
 from .schema_types import parameter, properties_of, to_json
 from .sections import only_text, reasoning, text_and_calls
 
@@ -80,7 +80,7 @@ def _function(reader: Reader, request: ParseRequest) -> Generator[None, None, To
             reader.at -= len(END)
         mark = PARAMETER if mark.endswith(PARAMETER) else FUNCTION_END
     pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
-    return ToolCall(name, "{" + ", ".join(pairs) + "}")
+    return make_call(name, "{" + ", ".join(pairs) + "}")
 
 
 QWEN_XML = OutputFormat("qwen3_coder", parse, (BEGIN, END, *THINK), THINK, ((BEGIN, FUNCTION, PARAMETER),))

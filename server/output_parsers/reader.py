@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator, Sequence
 from functools import cache
 from typing import Any
 
+import orjson
+
 from .events import OutputEvent, ReasoningDelta, TextDelta, ToolCall
 
 Find = Callable[[str, int], re.Match[str] | None]
@@ -22,6 +24,8 @@ SPACE = " \t\r\n"
 _JSON_BREAK = re.compile(r'["{}\[\]]')
 _STRING_BREAK = re.compile(r'["\\]')
 _decoder = json.JSONDecoder(strict=False)
+LEVELS_AROUND = 16
+"""Levels of objects and lists that answers have around a call's arguments, generously."""
 
 
 class Malformed(Exception):
@@ -326,18 +330,33 @@ def strict_json(text: str) -> str:
     """
     try:
         json.loads(text, parse_constant=_refuse_constant)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = parse_json(text)
     else:
         return text
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise Malformed("JSON") from e
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(name)
+
+
+def make_call(name: str, arguments: str) -> ToolCall:
+    """Return the call of the tool ``name``. Raises ``Malformed`` if answers can't contain it.
+
+    Their JSON has no half of a surrogate pair, no number that is infinite as a float, and about 250 levels.
+    """
+    try:
+        value = orjson.loads(arguments)
+        for _ in range(LEVELS_AROUND):
+            value = [value]
+        orjson.dumps([name, value])
+    except (ValueError, TypeError) as e:
+        raise Malformed("call") from e
+    return ToolCall(name, arguments)
 
 
 def call_of(text: str, value: Any, *, name_keys: Sequence[str] = ("name",)) -> ToolCall:
@@ -353,8 +372,8 @@ def call_of(text: str, value: Any, *, name_keys: Sequence[str] = ("name",)) -> T
     if not isinstance(name, str) or not name:
         raise Malformed("name")
     if key is None:
-        return ToolCall(name, "{}")
-    return ToolCall(name, arguments_of(members(text)[key], value[key]))
+        return make_call(name, "{}")
+    return make_call(name, arguments_of(members(text)[key], value[key]))
 
 
 def calls_of(text: str, value: Any) -> list[ToolCall]:

@@ -197,6 +197,10 @@ class FakeEngine:
         elif isinstance(question, EncodeReq):
             chat = question.chat.messages if question.chat is not None else []
             texts = question.texts if question.texts is not None else [" ".join(m.content for m in chat)]
+            if self.errors:
+                refusal = self.errors.pop(0)
+                self._soon(Encoded(error=refusal.message, field=refusal.field, code=refusal.code, id=question.id))
+                return
             if "bad" in texts:
                 self._soon(Encoded(error="not encodable", field="text", id=question.id))
                 return

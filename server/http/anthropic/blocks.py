@@ -25,6 +25,15 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
     "system": {"text": ("text",), **TOOL_CHANGES},
 }
 """Required fields of each type of block, by the role of the message."""
+RESULT_NEEDS: dict[str, tuple[str, ...]] = {"text": ("text",), "tool_reference": ("tool_name",)}
+"""Required fields of each type of block within another block."""
+OPTIONAL = {"tool_result": ("content", "is_error")}
+FIELDS = {
+    kind: frozenset(("type", *needed, *OPTIONAL.get(kind, ())))
+    for needs in (*NEEDS.values(), RESULT_NEEDS)
+    for kind, needed in needs.items()
+}
+"""Fields that a block may have, by its type."""
 MAX_TYPE = 64
 
 TEXT_BLOCK: Unserved = dict.fromkeys(("cache_control", "citations"), ANYTHING)
@@ -59,7 +68,7 @@ class ResultBlockBody(Body):
 
     @model_validator(mode="after")
     def _check_type(self) -> ResultBlockBody:
-        check_block(self, {"text": ("text",), "tool_reference": ("tool_name",)})
+        check_block(self, RESULT_NEEDS)
         return self
 
     @property
@@ -129,7 +138,7 @@ def texts_of(content: str | Sequence[TextBlockBody]) -> list[str]:
 
 
 def check_block(block: ResultBlockBody | BlockBody, needs: dict[str, tuple[str, ...]], place: str = "") -> None:
-    """Raise ``FieldError`` if the type of ``block`` is not served there, or if a field that it needs is missing.
+    """Raise ``FieldError`` if the type of ``block`` is not served there, or if its fields are not those of its type.
 
     ``needs``: required fields of the types that are served there. ``place``: the block's path in its message.
     """
@@ -142,3 +151,6 @@ def check_block(block: ResultBlockBody | BlockBody, needs: dict[str, tuple[str, 
     for name in needs[block.type]:
         if given[name] is None:
             raise FieldError(place + name, "is required")
+    if not block.model_fields_set <= FIELDS[block.type]:
+        name = min(block.model_fields_set - FIELDS[block.type])
+        raise FieldError(place + name, f"does not belong in a block of type {block.type}; leave it out")

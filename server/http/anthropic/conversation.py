@@ -11,14 +11,16 @@ from typing import Any
 
 from ....messages.conversation import ChatMessage, ChatToolCall, Conversation
 from ....messages.packed_text import Text, pack
+from ..errors import bad_request
 from ..generation.tool_use import ToolUse
 from .blocks import BlockBody, texts_of
 from .schemas import MessagesPromptBody
 
 BILLING = "x-anthropic-billing-header:"
-"""Beginning of a block of Claude Code's system prompt that is meant for a server.
+"""Beginning of a line of Claude Code's system prompt that is meant for a server.
 
-It differs in each request. In the prompt, it would keep any prefix from being found in the cache.
+It is a block of its own, unless a gateway joins the blocks. It differs in each request. In the prompt, it would keep
+any prefix from being found in the cache.
 """
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 """Form of instructions within a conversation: few chat templates have a place for them but the user's turn."""
@@ -26,6 +28,11 @@ FAILED = "Error: "
 """Beginning of the result of a tool that failed: chat templates have no other place for that."""
 EFFORTS = {"xhigh": "high", "max": "high"}
 """Efforts that templates do not know, with the highest that they do."""
+FIELD_NAMES = {
+    **dict.fromkeys(("text", "input_ids", "continue_final_message"), "messages"),
+    "stop": "stop_sequences",
+}
+"""This API's names of the engine's fields that it calls differently, by the engine's names."""
 THINKING = ("enable_thinking", "thinking")
 """Variables by which chat templates turn reasoning on and off: the first in Qwen's, the second in DeepSeek's."""
 
@@ -61,7 +68,9 @@ def read_conversation(body: MessagesPromptBody) -> Conversation:
     """
     drafts = [Draft("system", system)] if (system := _system(body)) else []
     for turn in body.messages:
-        if turn.role == "assistant" or (turn.role == "user" and not turn.blocks):
+        if turn.text is not None:
+            _add_text(drafts, turn.role, turn.text)
+        elif turn.role == "assistant" or (turn.role == "user" and not turn.blocks):
             _draft(drafts, turn.role)
         for block in turn.blocks:
             _add(drafts, turn.role, block)
@@ -73,8 +82,24 @@ def read_conversation(body: MessagesPromptBody) -> Conversation:
     )
 
 
+def read_answerable(body: MessagesPromptBody) -> Conversation:
+    """Convert the prompt of ``body`` to a conversation that an answer can follow.
+
+    Raises ``ApiError`` 400 if its last turn, after turns of the same role became one, has called a tool.
+    """
+    chat = read_conversation(body)
+    if any(turn.tool_calls for turn in chat.messages[-1:]):
+        raise bad_request("messages", "must not end with a turn that has a block of type tool_use; add its tool_result")
+    return chat
+
+
 def _system(body: MessagesPromptBody) -> list[str]:
-    return [text for text in texts_of(body.system or ()) if not text.startswith(BILLING)]
+    texts = texts_of(body.system or ())
+    return [rest for text in texts if (rest := _without_billing(text)) or not text.startswith(BILLING)]
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2].lstrip("\r\n") if text.startswith(BILLING) else text
 
 
 def _draft(drafts: list[Draft], role: str) -> Draft:
@@ -86,10 +111,8 @@ def _draft(drafts: list[Draft], role: str) -> Draft:
 
 def _add(drafts: list[Draft], role: str, block: BlockBody) -> None:
     """Add a block of a message to the last draft, or to a new one. Each result of a tool is one of its own."""
-    if block.type == "text" and role == "system":
-        _instruct(drafts, [block.text or ""])
-    elif block.type == "text":
-        _draft(drafts, role).texts.append(block.text or "")
+    if block.type == "text":
+        _add_text(drafts, role, block.text or "")
     elif block.type == "tool_result":
         texts = block.result_texts or [""]
         if block.is_error:
@@ -101,6 +124,13 @@ def _add(drafts: list[Draft], role: str, block: BlockBody) -> None:
         _draft(drafts, role).calls.append(ChatToolCall(block.id or "", block.name or "", block.input or {}))
     elif block.thinking:
         _draft(drafts, role).thoughts.append(block.thinking)
+
+
+def _add_text(drafts: list[Draft], role: str, text: str) -> None:
+    if role == "system":
+        _instruct(drafts, [text])
+    else:
+        _draft(drafts, role).texts.append(text)
 
 
 def _instruct(drafts: list[Draft], texts: list[str]) -> None:

@@ -9,13 +9,13 @@ from ....messages.text import EncodeReq
 from ....runtime.web.keys import Caller
 from ..answers import respond
 from ..endpoint import endpoint
-from ..errors import bad_request
+from ..errors import ApiError
 from ..generation.tool_use import make_reader
 from ..parsing import parse_body
 from ..served_model import check_model
 from ..state import HttpState
 from .answers import AnthropicErrorAnswer, TokenCount
-from .conversation import read_conversation, tool_use_of
+from .conversation import FIELD_NAMES, read_conversation, tool_use_of
 from .schemas import CountTokensBody
 
 TIMEOUT_SECONDS = 30.0
@@ -34,5 +34,5 @@ async def count_tokens(request: Request) -> Response:
     ask = lambda: state.engine.questions.ask(question, TIMEOUT_SECONDS)  # noqa: E731
     result = await state.questions.ask(request, body.characters, ask, has_chat=True)
     if result.error is not None:
-        raise bad_request(result.field, result.error)
+        raise ApiError(400, result.error, param=result.field, code=result.code).renamed(FIELD_NAMES)
     return respond(TokenCount(input_tokens=len(result.token_ids[0])))

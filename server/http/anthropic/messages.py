@@ -28,7 +28,7 @@ from ..served_model import check_model
 from ..state import HttpState
 from .answers import AnthropicErrorAnswer, MessageAnswer, MessageEvent
 from .content import ContentBlocks, fold
-from .conversation import read_conversation, tool_use_of
+from .conversation import FIELD_NAMES, read_answerable, tool_use_of
 from .schemas import MessagesBody, ThinkingBody
 
 NO_THREADS = "thread: this server keeps no conversations; send all messages of the conversation, without this field"
@@ -72,7 +72,7 @@ def plan_message(body: MessagesBody, reader: OutputReader, forced: Grammar | Non
     (naming,) = name_requests(body, [1], False, state.gate)
     fields, defaults, grammar = body.sampling(), state.model.defaults, forced or body.grammar()
     return PromptPlan(
-        prompt=Prompt(chat=read_conversation(body)),
+        prompt=Prompt(chat=read_answerable(body)),
         sampling=sampling_params(fields, body.max_tokens, 0, None, defaults, reader.marks, grammar),
         n=1,
         rid=naming.rid,
@@ -87,7 +87,7 @@ def plan_message(body: MessagesBody, reader: OutputReader, forced: Grammar | Non
 class MessageRenderer:
     """Writes a message, or the events of its stream. ``rid`` is its id."""
 
-    field_names: ClassVar[Mapping[str, str]] = {"text": "messages", "input_ids": "messages", "stop": "stop_sequences"}
+    field_names: ClassVar[Mapping[str, str]] = FIELD_NAMES
     created, repeats = 0, False
 
     def __init__(self, rid: str, model: str, reader: OutputReader, blocks: ContentBlocks) -> None:

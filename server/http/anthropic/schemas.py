@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
+from ....messages.decode import shown
 from ....messages.grammar import Grammar
 from ....messages.sampling import MAX_STOPS, MAX_TEMPERATURE
 from ..bodies.fields import INT32_MAX, INTEGRAL, MANY, ONE, Body, FieldError, check_small
@@ -21,6 +23,8 @@ MAX_CHARACTERS = 1 << 20
 """Maximum number of characters in a prompt that is only counted, as for ``/tokenize``."""
 CUSTOM = "custom"
 """Type of the tools that clients run. A tool without a type is one as well."""
+MAX_NAME = 64
+"""Maximum number of characters of a tool's name that are repeated."""
 TOOL_SEARCH = "tool_search_tool"
 """Beginning of the types of Anthropic's own search for deferred tools."""
 
@@ -58,25 +62,27 @@ class TurnBody(Body):
 
     @model_validator(mode="after")
     def _check_blocks(self) -> TurnBody:
-        for i, block in enumerate(self.blocks):
+        blocks = self.blocks
+        for i, block in enumerate(blocks):
             check_block(block, NEEDS[self.role], f"content[{i}].")
-        if sum(block.type == "tool_use" for block in self.blocks) > MAX_TOOL_CALLS:
+        if sum(block.type == "tool_use" for block in blocks) > MAX_TOOL_CALLS:
             raise FieldError("content", f"holds more than {MAX_TOOL_CALLS} blocks of type tool_use")
         return self
 
     @property
+    def text(self) -> str | None:
+        """The content if that is one text, else None. Thousands of texts cost little if no blocks are made of them."""
+        return self.content if isinstance(self.content, str) else None
+
+    @property
     def blocks(self) -> list[BlockBody]:
-        """Blocks of the turn. A text counts as one block."""
-        return (
-            self.content
-            if isinstance(self.content, list)
-            else [BlockBody.model_construct(type="text", text=self.content)]
-        )
+        """Blocks of the turn; none if it is one text."""
+        return self.content if isinstance(self.content, list) else []
 
     @property
     def characters(self) -> int:
         """Length of all texts of the turn, in characters."""
-        return sum(block.characters for block in self.blocks)
+        return len(self.text or "") + sum(block.characters for block in self.blocks)
 
 
 class MessagesToolBody(Body):
@@ -113,6 +119,11 @@ class MessagesToolBody(Body):
 
 def _check_tools(tools: list[MessagesToolBody]) -> list[MessagesToolBody]:
     check_together([tool.for_template() for tool in tools])
+    names = set[str]()
+    for name in (tool.name or "" for tool in tools if tool.type == CUSTOM):
+        if name in names:
+            raise ValueError(f'has two tools of the name "{shown(name, MAX_NAME)}"')
+        names.add(name)
     return tools
 
 
@@ -129,6 +140,8 @@ class MessagesToolChoice(Body):
     def _check_name(self) -> MessagesToolChoice:
         if self.type == "tool" and self.name is None:
             raise FieldError("name", "is required")
+        if self.type != "tool" and self.name is not None:
+            raise FieldError("name", 'belongs to the type "tool"')
         return self
 
 
@@ -137,7 +150,7 @@ class ThinkingBody(Body):
 
     unserved: ClassVar[Unserved] = {"budget_tokens": IGNORED}
 
-    type: Annotated[str, Field(max_length=64)]
+    type: Literal["enabled", "disabled", "adaptive"]
     """Only "disabled" differs: how much a model reasons is its own choice."""
     display: Annotated[str, Field(max_length=64)] = "summarized"
     """Only "omitted" differs: blocks of thinking have no text then."""
@@ -198,7 +211,8 @@ class MessagesPromptBody(Body):
             raise FieldError(grammar.field, 'can\'t go with tools, unless tool_choice is "none"')
         return self
 
-    @property
+    # Computed once: a conversation may have thousands of blocks.
+    @cached_property
     def custom_tools(self) -> list[MessagesToolBody]:
         """Tools that are not ignored, and that the conversation has not removed, or has named if they are deferred.
 
@@ -206,7 +220,7 @@ class MessagesPromptBody(Body):
         """
         is_found = any(tool.type.startswith(TOOL_SEARCH) for tool in self.tools)
         changes: dict[str, bool] = {}
-        for turn in self.messages:
+        for turn in self.messages if self.tools else ():
             for block in turn.blocks:
                 changes |= block.tool_changes
         return [
@@ -220,7 +234,7 @@ class MessagesPromptBody(Body):
         """Tools that the answer may call: none if ``tool_choice`` is "none"."""
         return [] if self.tool_choice is not None and self.tool_choice.type == "none" else self.custom_tools
 
-    @property
+    @cached_property
     def characters(self) -> int:
         """Length of all texts that the prompt is made of, in characters."""
         system = sum(map(len, texts_of(self.system or ())))
@@ -253,12 +267,6 @@ class MessagesBody(MessagesPromptBody, RequestFields):
     metadata: MetadataBody | None = None
     thread: Annotated[dict[str, Any], AfterValidator(check_small)] | None = None
     """Refused: no conversations are kept here. Anthropic's package then sends all of the conversation."""
-
-    @model_validator(mode="after")
-    def _check_last(self) -> MessagesBody:
-        if any(block.type == "tool_use" for block in self.messages[-1].blocks):
-            raise FieldError("messages", "must not end with a block of type tool_use; add its tool_result")
-        return self
 
     def sampling(self) -> SamplingFields:
         """Return the sampling fields that the client gave; the model's defaults take the place of the others."""

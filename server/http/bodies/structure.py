@@ -12,6 +12,8 @@ from ....messages.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
 from .fields import Body, FieldError
 
 Source = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARACTERS)]
+MAX_LEVELS = 254
+"""Maximum levels of objects and lists that can be written as JSON."""
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -51,7 +53,7 @@ def grammars_of(given: Mapping[str, tuple[Any, Any]]) -> dict[str, Grammar]:
     """Make a ``Grammar`` of each field that asks for one, and return them by field name.
 
     ``given``: field name → (kind of grammar, value). A value of None, "", {} or [] asks for nothing, and one that is no
-    string is written as JSON. Raises ``FieldError`` if that is too long.
+    string is written as JSON. Raises ``FieldError`` if that is too long, or nested too deeply.
     """
     return {
         field: Grammar(kind, value if isinstance(value, str) else _dumped(field, value), field)
@@ -69,7 +71,10 @@ def one_grammar(found: Mapping[str, Grammar]) -> Grammar | None:
 
 
 def _dumped(field: str, value: Any) -> str:
-    text = orjson.dumps(value).decode()
+    try:
+        text = orjson.dumps(value).decode()
+    except TypeError:
+        raise FieldError(field, f"is nested more than {MAX_LEVELS} levels deep") from None
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise FieldError(field, f"has {len(text)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}")
     return text

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -23,12 +24,12 @@ from ....messages.outputs import FinishType
 from ....runtime.web.access_log import AccessRecord, stream_format
 from ....runtime.web.keys import Caller
 from ....runtime.web.moved_answer import MOVED_TYPE, TICKET, Ticket, header
-from ....runtime.web.sse import DATA_PREFIX, EVENT_END
+from ....runtime.web.sse import DATA_PREFIX, EVENT_END, StreamFormat
 from ..engine.engine_client import EngineClient
 from ..engine.plan import PromptPlan
 from ..engine.request_metrics import CLIENT_GONE, ERROR, HANDED_OVER, MOVED
 from ..engine.submission import Choice, Delta, Kind, Submission
-from ..errors import AnswerMoved, ApiError, ClientGone
+from ..errors import AnswerMoved, ApiError, ClientGone, internal_error
 from ..state import HttpState
 from .tickets import can_follow, ticket_of
 
@@ -38,6 +39,8 @@ LARGE_LOGPROBS = 10_000
 """Number of log-probabilities that take some 10 ms to write."""
 KEEP_ALIVE_SECONDS = 15.0
 """Interval of keep-alive events. Most proxies wait for 60 s; shorter answers contain none."""
+PROGRESS_SECONDS = 15.0
+"""Interval of events that only show progress, while tokens come but nothing of them can be written."""
 STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     # nginx would hold small chunks back.
@@ -101,6 +104,15 @@ def choice_end(choice: Choice) -> str:
         return ERROR
     handed_over = choice.kind is Kind.LEG and choice.finish.type is FinishType.LENGTH
     return HANDED_OVER if handed_over else choice.finish.type.value
+
+
+def unwritten(error: Exception) -> ApiError:
+    """Log an unexpected error of a renderer, and return the ``ApiError`` 500 for the client.
+
+    As an unexpected error it would end the connection, which a router takes for a crash of the instance.
+    """
+    log.error("an answer could not be written", exc_info=error)
+    return internal_error(error)
 
 
 @asynccontextmanager
@@ -217,7 +229,10 @@ class EngineResponse(Response):
         # Encoding many log-probabilities takes a while, and all of it is Python: let the event loop run meanwhile.
         aside = HttpState.of(Request(scope)).aside
         is_large = submission.logprobs > LARGE_LOGPROBS
-        body = await aside.run(is_large, lambda: orjson.dumps(self._renderer.answer(choices)))
+        try:
+            body = await aside.run(is_large, lambda: orjson.dumps(self._renderer.answer(choices)))
+        except Exception as e:  # noqa: BLE001 - a renderer's bug of any kind
+            raise unwritten(e) from None
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _send_ticket(self, submission: Submission, moved: AnswerMoved, send: Send) -> None:
@@ -240,21 +255,36 @@ class EngineResponse(Response):
         """Return the encoded events that end a stream with ``error``, after its head was sent."""
         return stream_format(scope).end_with_error(orjson.dumps(error.body(scope)))
 
+    def _written(self, deltas: Sequence[Delta], ended: list[Choice], framing: StreamFormat) -> bytes:
+        """Encode the events for ``deltas``, and the last ones if all choices have ``ended``. Raises ``ApiError``."""
+        try:
+            events = b"".join(map(self._renderer.events, deltas)) if deltas else framing.keep_alive
+            if ended:
+                events += self._renderer.last_events(ended) + framing.last_event
+        except Exception as e:  # noqa: BLE001 - a renderer's bug of any kind
+            raise unwritten(e) from None
+        return events
+
     async def _send_stream(self, submission: Submission, scope: Scope, send: Send) -> None:
-        started, framing = False, stream_format(scope)
+        started, framing, wrote_at = False, stream_format(scope), time.monotonic()
         head = [(b"content-type", framing.content_type), *STREAM_HEADERS]
         try:
             with KeepAlive(submission):
                 while True:
                     deltas = await submission.deltas()
+                    # Before the head, so that a failure of the first events gets its true status.
+                    ended = submission.choices if submission.done else []
+                    events = self._written(deltas, ended, framing)
                     if not started:
                         started = True
                         await send({"type": "http.response.start", "status": 200, "headers": head})
-                    events = b"".join(map(self._renderer.events, deltas)) if deltas else framing.keep_alive
-                    if submission.done:
-                        events += self._renderer.last_events(submission.choices) + framing.last_event
+                    if ended:
                         break
+                    now = time.monotonic()
+                    if not events and now - wrote_at >= PROGRESS_SECONDS:
+                        events = framing.progress
                     if events:
+                        wrote_at = now
                         await send({"type": "http.response.body", "body": events, "more_body": True})
         except ApiError as e:
             if not started:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from ....messages.conversation import ChatMessage, ChatToolCall, Conversation
@@ -13,20 +14,30 @@ CALL_ID = "call{:05d}"
 
 
 class CallIds:
-    """Ids of a conversation's tool calls. Most of Ollama's clients send none, and some templates need them."""
+    """Ids of a conversation's tool calls. Most of Ollama's clients send none, and some templates need them.
+
+    Thousands of turns may answer thousands of calls, so no call is looked at more than a few times.
+    """
 
     def __init__(self) -> None:
-        self._count = 0
-        self._open: list[ChatToolCall] = []
+        self._calls: list[ChatToolCall] = []
+        self._answered: set[int] = set()
+        """Positions in ``_calls``, as in the following."""
+        self._by_name: defaultdict[str | None, deque[int]] = defaultdict(deque)
+        """Calls of each tool, and under None all calls, in order. Those before the first open one may be gone."""
+        self._open_by_id: defaultdict[str, list[int]] = defaultdict(list)
 
     def calls_of(self, message: OllamaMessage) -> list[ChatToolCall]:
         """Return the calls of an assistant's turn, all with ids."""
         calls = []
         for call in message.tool_calls:
-            call_id = call.id or CALL_ID.format(self._count)
-            calls.append(ChatToolCall(call_id, call.function.name, call.function.arguments))
-            self._count += 1
-        self._open += calls
+            number = len(self._calls)
+            call_id, name = call.id or CALL_ID.format(number), call.function.name
+            calls.append(ChatToolCall(call_id, name, call.function.arguments))
+            self._calls.append(calls[-1])
+            self._open_by_id[call_id].append(number)
+            self._by_name[name].append(number)
+            self._by_name[None].append(number)
         return calls
 
     def answered_by(self, message: OllamaMessage) -> str | None:
@@ -35,14 +46,16 @@ class CallIds:
         Without an id of its own, it answers the first open call of its tool, or the first one of all.
         """
         if message.tool_call_id is not None:
-            self._open = [call for call in self._open if call.id != message.tool_call_id]
+            self._answered.update(self._open_by_id.pop(message.tool_call_id, ()))
             return message.tool_call_id
-        named = next((call for call in self._open if call.name == message.tool_name), None)
-        answered = named or next(iter(self._open), None)
-        if answered is None:
-            return None
-        self._open.remove(answered)
-        return answered.id
+        for name in (message.tool_name, None):
+            calls = self._by_name[name]
+            while calls and calls[0] in self._answered:
+                calls.popleft()
+            if calls:
+                self._answered.add(calls[0])
+                return self._calls[calls[0]].id
+        return None
 
 
 def chat_of(body: OllamaChatBody) -> Conversation:

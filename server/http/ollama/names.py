@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from ....messages.decode import shown
 from ..errors import ApiError
-from ..served_model import ServedModel
-
-LATEST = ":latest"
-"""Tag that a name without one stands for."""
+from ..served_model import LATEST, ServedModel
 
 
 def answered_name(asked: str | None, model: ServedModel) -> str:
@@ -15,7 +12,7 @@ def answered_name(asked: str | None, model: ServedModel) -> str:
 
     Raises ``ApiError`` 404 if the model that it asks for is not the one served.
     """
-    if model.answers_to(asked) or model.answers_to((asked or "").removesuffix(LATEST)):
+    if model.answers_to(asked):
         return asked or model.name
     message = f'model "{shown(asked or "")}" not found; "{tagged(model.name)}" is served'
     raise ApiError(404, message, param="model", code="model_not_found")

@@ -29,6 +29,8 @@ from ..bodies.unserved import ANYTHING, IGNORED, Unserved, neutral
 MAX_MESSAGES = 4096
 TEXT, SCHEMA, SWITCH, LEVEL = TAG + "text", TAG + "schema", TAG + "switch", TAG + "level"
 FUNCTION = "function"
+LEAST_TOP_P = 1e-9
+"""Value for Ollama's 0, which leaves only the most probable token."""
 
 OPTIONS: Unserved = {
     # How a model is loaded. Here the server's own options say that.
@@ -56,6 +58,10 @@ GENERATE: Unserved = {
 }
 
 
+def _top_p(value: Any) -> Any:
+    return LEAST_TOP_P if isinstance(value, int | float) and value == 0 and value is not False else value
+
+
 class OllamaOptions(Body):
     """``options``. Those that have another name elsewhere in this server are ``OTHER_NAMES``."""
 
@@ -63,7 +69,7 @@ class OllamaOptions(Body):
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {"repeat_penalty": "repetition_penalty"}
 
     temperature: Temperature = 1.0
-    top_p: TopP = 1.0
+    top_p: Annotated[TopP, BeforeValidator(_top_p)] = 1.0
     top_k: TopK = -1
     min_p: MinP = 0.0
     repeat_penalty: RepetitionPenalty = 1.0
@@ -195,7 +201,7 @@ class OllamaTool(Body):
     @classmethod
     def is_ignored(cls, content: Mapping[str, Any]) -> bool:
         """Return whether a tool with this ``content`` is ignored as a whole, because of its ``type``."""
-        return bool(content.get("type", FUNCTION) != FUNCTION)
+        return content.get("type") not in (None, FUNCTION)
 
 
 def _drop_ignored(tools: Any) -> Any:
@@ -256,7 +262,7 @@ class OllamaGenerateBody(OllamaBody):
     def _check_raw(self) -> OllamaGenerateBody:
         if self.raw and self.system:
             raise FieldError("system", 'can\'t go with "raw": true, which leaves the chat template out')
-        if self.raw and self.think is not None:
+        if self.raw and self.think:
             raise FieldError("think", 'can\'t go with "raw": true, which leaves the chat template out')
         return self
 

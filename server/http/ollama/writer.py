@@ -15,8 +15,11 @@ from ..generation.output_reader import OutputReader
 from ..generation.tool_use import part_id
 
 NS_PER_MS = 1_000_000
-OPTION_NAMES = {"stop": "options.stop"}
+SHARED_NAMES = {"stop": "options.stop", "chat_template_kwargs": "think"}
 """Clients' names of the fields that the tokenizer process checks."""
+
+LINE_ENDS = {character.encode(): f"\\u{ord(character):04x}".encode() for character in "\u0085\u2028\u2029"}
+"""JSON escapes of characters that JSON leaves as they are, and at which Ollama's own client ends a line."""
 
 
 class Parts(Protocol):
@@ -33,7 +36,7 @@ class Parts(Protocol):
 class ChatParts:
     """Parts of a chat's answer: a message."""
 
-    field_names: ClassVar[Mapping[str, str]] = {"text": "messages", "input_ids": "messages", **OPTION_NAMES}
+    field_names: ClassVar[Mapping[str, str]] = {"text": "messages", "input_ids": "messages", **SHARED_NAMES}
 
     @staticmethod
     def write(text: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
@@ -49,7 +52,12 @@ class ChatParts:
 class PromptParts:
     """Parts of the answer to a prompt, which has no tool calls."""
 
-    field_names: ClassVar[Mapping[str, str]] = {"text": "prompt", "input_ids": "prompt", **OPTION_NAMES}
+    field_names: ClassVar[Mapping[str, str]] = {
+        "text": "prompt",
+        "input_ids": "prompt",
+        "messages": "prompt",
+        **SHARED_NAMES,
+    }
 
     @staticmethod
     def write(text: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
@@ -97,7 +105,10 @@ class OllamaRenderer:
         return {"model": self._name, "created_at": now()}
 
     def _line(self, parts: dict[str, Any], end: dict[str, Any]) -> bytes:
-        return orjson.dumps({**self._head(), **parts, **end}, option=orjson.OPT_APPEND_NEWLINE)
+        line = orjson.dumps({**self._head(), **parts, **end}, option=orjson.OPT_APPEND_NEWLINE)
+        for character, escape in LINE_ENDS.items():
+            line = line.replace(character, escape)
+        return line
 
     def _write(self, choice: Choice, events: Sequence[OutputEvent]) -> dict[str, Any]:
         text, thinking, calls = "", "", []

@@ -34,6 +34,7 @@ def test_only_keep_alives_have_no_meaning(framing: StreamFormat) -> None:
     assert not framing.is_keep_alive(framing.keep_alive + EVENTS[framing])
     assert not framing.is_keep_alive(EVENTS[framing])
     assert not framing.is_keep_alive(b"")
+    assert not framing.is_keep_alive(framing.progress)
 
 
 @BOTH

@@ -8,7 +8,8 @@ import pytest
 
 from pdserve.messages.conversation import ChatMessage, ChatToolCall, Conversation
 from pdserve.messages.packed_text import LONG_CHARACTERS, PackedText
-from pdserve.server.http.anthropic.conversation import read_conversation, tool_use_of
+from pdserve.server.http.anthropic.blocks import BlockBody
+from pdserve.server.http.anthropic.conversation import read_answerable, read_conversation, tool_use_of
 from pdserve.server.http.anthropic.schemas import CountTokensBody, MessagesBody
 from pdserve.server.http.bodies.field_names import FieldNames
 from pdserve.server.http.bodies.message_fields import MAX_MESSAGES, MAX_PARTS
@@ -57,6 +58,55 @@ def test_the_system_prompt_is_the_first_turn_without_what_is_meant_for_servers()
     assert read(USER, system=blocks[:2]).messages[0] == ChatMessage("system", "Be brief.")
     assert read(USER, system=blocks).messages[0] == ChatMessage("system", ["Be brief.", "Use tools."])
     assert read(USER, system=blocks[:1]) == read(USER, system=[]) == read(USER)
+
+
+def test_a_system_prompt_loses_no_more_than_the_line_for_servers() -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1;"
+    for joined in (f"{line}\n\nBe brief.\nUse tools.", f"{line}\r\n\r\nBe brief.\nUse tools."):
+        for system in (joined, [text(joined)]):
+            assert read(USER, system=system).messages[0] == ChatMessage("system", "Be brief.\nUse tools.")
+    assert read(USER, system=line) == read(USER, system=f"{line}\n\n") == read(USER)
+    quoted = f"Be brief.\n{line}"
+    assert read(USER, system=quoted).messages[0] == ChatMessage("system", quoted)
+
+
+class Counted:
+    """A property that counts how often it is asked for."""
+
+    def __init__(self, original: property) -> None:
+        self.times = 0
+        self._original = original
+
+    def __get__(self, block: Any, _: Any = None) -> Any:
+        self.times += 1
+        return self._original.__get__(block)
+
+
+def test_a_long_conversation_is_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = Counted(BlockBody.__dict__["tool_changes"])
+    monkeypatch.setattr(BlockBody, "tool_changes", changes)
+    turns, blocks = 50, [text("a")] * 2
+
+    def asked(content: Any, **fields: Any) -> int:
+        changes.times = 0
+        body = parsed({"messages": [{"role": "user", "content": content}] * turns, **fields})
+        read_answerable(body)
+        tool_use_of(body)
+        return changes.times
+
+    assert asked(blocks, tools=[TOOL], tool_choice={"type": "any"}) == turns * len(blocks)
+    assert asked(blocks) == 0, "there are no tools to change"
+    assert asked("a", tools=[TOOL]) == 0, "a text changes no tools"
+
+
+def test_a_text_becomes_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(BlockBody, "model_construct", lambda **fields: made.append(fields))
+    body = parsed({"messages": [USER, {"role": "assistant", "content": "It is"}], "tools": [TOOL]})
+    chat = read_conversation(body)
+    assert [turn.content for turn in chat.messages] == [USER["content"], "It is"]
+    assert body.characters > len("It is")
+    assert not made
 
 
 def test_calls_and_results_become_turns_of_their_own() -> None:
@@ -147,6 +197,27 @@ def test_an_answer_goes_on_with_the_assistants_last_turn() -> None:
     counted = validate(CountTokensBody, {"messages": [USER, {"role": "assistant", "content": [CALL]}]})
     chat = read_conversation(counted)
     assert (chat.add_generation_prompt, chat.continue_final_message) == (False, False)
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [{"role": "assistant", "content": [text("Hm."), CALL]}],
+        [{"role": "assistant", "content": [CALL]}, {"role": "assistant", "content": "ok"}],
+        [
+            {"role": "assistant", "content": [CALL]},
+            {"role": "system", "content": []},
+            {"role": "assistant", "content": "ok"},
+        ],
+        [{"role": "assistant", "content": [CALL]}, {"role": "system", "content": []}],
+    ],
+)
+def test_no_answer_follows_a_call_without_its_result(turns: list[dict[str, Any]]) -> None:
+    with pytest.raises(ApiError, match="tool_result") as caught:
+        read_answerable(parsed({"messages": [USER, *turns]}))
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+    answered = {"role": "user", "content": [RESULT]}
+    assert read_answerable(parsed({"messages": [USER, *turns, answered]})).add_generation_prompt
 
 
 @pytest.mark.parametrize(
@@ -249,6 +320,7 @@ def with_block(block: dict[str, Any], role: str = "user") -> dict[str, Any]:
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa=="}}
 DOCUMENT = {"type": "document", "source": {"type": "text", "data": "x"}, "title": "t", "citations": {"enabled": True}}
+REFERENCE = {"type": "tool_reference", "name": "weather"}
 HERE = "messages[2].content[1]"
 
 
@@ -275,7 +347,6 @@ HERE = "messages[2].content[1]"
         (with_block({**RESULT, "content": [IMAGE]}), f"{HERE}.content[0].type", '"image" is not served'),
         (with_block({**CALL, "input": None}, "assistant"), f"{HERE}.input", "is required"),
         (with_block({**CALL, "input": "{}"}, "assistant"), f"{HERE}.input", "must be an object"),
-        (with_block(CALL, "assistant"), "messages", "tool_result"),
         (with_block(RESULT, "assistant"), f"{HERE}.type", '"tool_result" is not served'),
         ({"messages": [{"role": "assistant", "content": [CALL] * (MAX_TOOL_CALLS + 1)}]}, "messages[0].content", "256"),
         ({"system": [{"type": "image", "text": "a"}]}, "system[0].type", ""),
@@ -287,7 +358,14 @@ HERE = "messages[2].content[1]"
         ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice", "needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name", "is required"),
         ({"tools": [TOOL], "tool_choice": {"type": "required"}}, "tool_choice.type", ""),
-        ({"thinking": {"type": 1}}, "thinking.type", "must be a string"),
+        ({"thinking": {"type": 1}}, "thinking.type", "'enabled', 'disabled' or 'adaptive'"),
+        ({"thinking": {"type": "off"}}, "thinking.type", "'enabled', 'disabled' or 'adaptive'"),
+        ({"tools": [TOOL, SEARCH, TOOL]}, "tools", 'two tools of the name "weather"'),
+        ({"tools": [TOOL], "tool_choice": {"type": "any", "name": "weather"}}, "tool_choice.name", '"tool"'),
+        (with_block({"type": "tool_result", "tool_use_id": "a", "text": "20"}), f"{HERE}.text", "does not belong"),
+        (with_block(text("b", tool=REFERENCE)), f"{HERE}.tool", "does not belong"),
+        (with_block({**CALL, "content": "20"}, "assistant"), f"{HERE}.content", "does not belong"),
+        (with_block({**RESULT, "content": [text("b", tool_name="f")]}), f"{HERE}.content[0].tool_name", "not belong"),
         ({"stop_sequences": ["x"] * 33}, "stop_sequences", "too many"),
         ({"stop_sequences": ["x" * 1025]}, "stop_sequences[0]", "1024"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),

@@ -346,6 +346,39 @@ def test_errors_of_the_engine_have_anthropics_types(error: ReqError, kind: str, 
     with_engine(run)
 
 
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+@pytest.mark.parametrize(
+    ("field", "code", "message"),
+    [
+        ("messages", "context_length_exceeded", "prompt is too long: messages has 9 tokens"),
+        ("continue_final_message", None, "messages: has 9 tokens"),
+    ],
+)
+def test_errors_of_the_prompt_have_this_apis_words(path: str, field: str, code: str | None, message: str) -> None:
+    async def run(engine: FakeEngine) -> None:
+        words = "messages has 9 tokens" if field == "messages" else "has 9 tokens"
+        engine.errors = [ReqError("", 400, words, field=field, code=code)]
+        answer = await engine.post(path, {"messages": [USER], "max_tokens": 1})
+        error = AnthropicErrorAnswer.model_validate_json(answer.content, strict=True).error
+        assert (answer.status_code, error.param, error.code, error.message) == (400, "messages", code, message)
+
+    with_engine(run)
+
+
+def test_answers_have_the_requests_id_where_anthropics_package_looks_for_it() -> None:
+    async def run(engine: FakeEngine) -> None:
+        body = {"messages": [USER], "max_tokens": 1}
+        asked = [(MESSAGES, body), (MESSAGES, {**body, "stream": True}), (MESSAGES, {}), (COUNT, {"messages": [USER]})]
+        answers = [await engine.post(path, content) for path, content in asked]
+        assert [answer.status_code for answer in answers] == [200, 200, 400, 200]
+        assert all(answer.headers["request-id"] == answer.headers["x-request-id"] for answer in answers)
+        assert answers[0].headers["request-id"] == answers[0].json()["id"]
+        other = await engine.post("/v1/chat/completions", body)
+        assert "request-id" not in other.headers
+
+    with_engine(run)
+
+
 def test_a_stream_that_fails_ends_with_an_error() -> None:
     async def run(engine: FakeEngine) -> None:
         body = {"messages": [USER], "max_tokens": 9, "stream": True}
@@ -427,7 +460,7 @@ def test_the_tokens_of_a_prompt_are_counted() -> None:
         assert question.chat is not None
         assert [turn.role for turn in question.chat.messages] == ["system", "user"]
         bad = await engine.post(COUNT, {"messages": [{"role": "user", "content": "bad"}]})
-        assert (bad.status_code, bad.json()["error"]["message"]) == (400, "text: not encodable")
+        assert (bad.status_code, bad.json()["error"]["message"]) == (400, "messages: not encodable")
         long = await engine.post(COUNT, {"messages": [{"role": "user", "content": "x" * (1 << 20)}], "system": "y"})
         assert "1048577 characters" in long.json()["error"]["message"]
         other = await engine.post(COUNT, {"model": "claude-9", "messages": [USER]})

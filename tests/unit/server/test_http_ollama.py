@@ -15,6 +15,8 @@ from pdserve.messages.conversation import ChatMessage, ChatToolCall
 from pdserve.messages.outputs import FinishReason, FinishType, ReasoningReport, ReqError, TextBatch
 from pdserve.runtime.web.apis import OLLAMA_LINES
 from pdserve.server.http.ollama.answers import OllamaChat, OllamaError, OllamaGenerated
+from pdserve.server.http.ollama.conversation import CallIds
+from pdserve.server.http.ollama.schemas import OllamaMessage
 
 QWEN = 'tools <tool_call>{"name": .., "arguments": ..}</tool_call> <think></think>'
 USER = {"role": "user", "content": "Weather in Rome?"}
@@ -228,6 +230,36 @@ def test_calls_without_ids_get_some_and_their_answers_get_the_same() -> None:
     ]
 
 
+class Word(str):
+    """A text that counts how often any of its kind is compared."""
+
+    __slots__ = ()
+    comparisons = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Word.comparisons += 1
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+@pytest.mark.parametrize("answer", [{"tool_call_id": "x"}, {"tool_name": "x"}, {}])
+def test_thousands_of_calls_and_answers_take_no_long_search(answer: dict[str, str]) -> None:
+    calls = [{"id": f"id{i}", "function": {"name": f"f{i}"}} for i in range(200)]
+    called = OllamaMessage.model_validate({"role": "assistant", "tool_calls": calls})
+    answering = OllamaMessage.model_validate({"role": "tool"}).model_copy(
+        update={name: Word(text) for name, text in answer.items()}
+    )
+    ids = CallIds()
+    ids.calls_of(called)
+    Word.comparisons = 0
+    answered = [ids.answered_by(answering) for _ in range(201)]
+    assert answered == (["x"] * 201 if "tool_call_id" in answer else [*(f"id{i}" for i in range(200)), None])
+    assert Word.comparisons < 2000
+
+
 @pytest.mark.parametrize("path", ANSWERS)
 def test_a_body_without_a_prompt_asks_to_load_the_model(path: str) -> None:
     async def run(engine: FakeEngine) -> None:
@@ -242,6 +274,18 @@ def test_a_body_without_a_prompt_asks_to_load_the_model(path: str) -> None:
 @pytest.mark.parametrize("name", ["m", "m:latest", "default", None])
 def test_a_model_is_found_with_its_tag_and_without(name: str | None) -> None:
     assert whole("/api/chat", {**CHAT, "model": name})[0]["model"] == (name or "m")
+
+
+def test_a_tag_alone_is_no_name() -> None:
+    assert error_of("/api/chat", {**CHAT, "model": ":latest"})["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "a\u2029b", "a\u0085b"])
+def test_no_character_but_the_line_end_ends_a_line(text: str) -> None:
+    response, _ = ask("/api/chat", {**CHAT, "model": "m"}, text, piece=9)
+    assert [line["message"]["content"] for line in lines(response, "/api/chat")] == [text, ""]
+    response, _ = ask("/api/generate", PROMPT, text, piece=9)
+    assert [line["response"] for line in lines(response, "/api/generate")] == [text, ""]
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/show"])
@@ -286,9 +330,33 @@ def test_a_model_that_does_not_reason_is_not_asked_to() -> None:
 
 
 def test_tools_of_other_types_are_ignored() -> None:
-    _, engine = whole("/api/chat", {**CHAT, "tools": [TOOL, {"type": "web_search"}]})
+    untyped = {"type": None, "function": {**TOOL["function"], "name": "untyped"}}
+    _, engine = whole("/api/chat", {**CHAT, "tools": [TOOL, {"type": "web_search"}, untyped]})
     assert engine.sent[0].chat is not None
-    assert engine.sent[0].chat.tools == [TOOL]
+    assert engine.sent[0].chat.tools == [TOOL, {**untyped, "type": "function"}]
+
+
+def test_neutral_values_of_ollamas_clients_are_taken() -> None:
+    _, engine = whole("/api/generate", {**PROMPT, "raw": True, "think": False, "options": {"top_p": 0}})
+    assert 0 < engine.sent[0].sampling.top_p < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "param"),
+    [
+        ("/api/chat", "chat_template_kwargs", "think"),
+        ("/api/chat", "messages", "messages"),
+        ("/api/generate", "chat_template_kwargs", "think"),
+        ("/api/generate", "messages", "prompt"),
+    ],
+)
+def test_a_refusal_by_the_template_names_a_field_of_the_body(path: str, field: str, param: str) -> None:
+    async def run(engine: FakeEngine) -> None:
+        engine.errors = [ReqError("", 400, "refused", field=field)]
+        error = (await engine.post(path, {**CHAT, **PROMPT})).json()
+        assert (error["param"], error["error"]) == (param, f"{param}: refused")
+
+    with_engine(run, template=QWEN, served_model_name="m")
 
 
 def test_the_engines_errors_have_the_clients_names() -> None:
@@ -366,7 +434,9 @@ def test_clients_find_out_that_it_runs() -> None:
             assert (head.status_code, head.content) == (200, b"")
             assert (await client.get("/api/version")).json()["version"].count(".") == 2
             for path in ("/api/pull", "/api/embed"):
-                assert (await client.post(path, json={"model": "m"})).status_code == 404
+                missing = await client.post(path, json={"model": "m"})
+                OllamaError.model_validate_json(missing.text, strict=True)
+                assert missing.status_code == 404
 
     with_engine(run)
 

@@ -163,6 +163,12 @@ def test_tokens_without_text_make_no_chunk() -> None:
     assert (choices[-1]["finish_reason"], choices[-1]["matched_stop"]) == ("stop", "s")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_model_may_have_ollamas_tag(path: str) -> None:
+    body = {**CHAT, "input": "Hi!", "max_tokens": 1, "model": "tiny:latest"}
+    assert post(path, body, served_model_name="tiny", unknown_fields="ignore")[0].status_code == 200
+
+
 def test_a_model_not_served_is_404() -> None:
     response, _ = post("/v1/chat/completions", {**CHAT, "model": "gpt"}, served_model_name="tiny")
     error = response.json()["error"]

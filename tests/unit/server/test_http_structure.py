@@ -43,6 +43,32 @@ def grammar(path: str, body: dict[str, Any]) -> Grammar | None:
 
 
 @pytest.mark.parametrize(
+    ("path", "field", "begin", "end"),
+    [
+        (CHAT, "response_format", '{"type":"json_schema","json_schema":{"schema":', "}}"),
+        (COMPLETIONS, "json_schema", "", ""),
+        (GENERATE, "sampling_params.json_schema", '{"json_schema":', "}"),
+        ("/api/chat", "format", "", ""),
+        ("/v1/messages", "output_config.format", '{"format":{"type":"json_schema","schema":', "}}"),
+    ],
+)
+def test_a_schema_that_is_nested_too_deeply_is_refused_by_its_field(
+    path: str, field: str, begin: str, end: str
+) -> None:
+    own = {"messages": [USER], "prompt": "A", "text": "A", "max_tokens": 1}
+    schema = '{"not":' * 300 + "{}" + "}" * 300
+    body = f'{json.dumps(own)[:-1]},"{field.partition(".")[0]}":{begin}{schema}{end}}}'
+
+    async def run(engine: FakeEngine) -> None:
+        async with engine.http() as client:
+            response = await client.post(path, content=body)
+        assert (response.status_code, engine.sent) == (400, [])
+        assert f"{field}: is nested more than 254 levels deep" in response.text
+
+    with_engine(run, template=QWEN, unknown_fields="ignore")
+
+
+@pytest.mark.parametrize(
     ("body", "kind", "source"),
     [
         ({"response_format": {"type": "json_object"}}, "json_schema", '{"type": "object"}'),

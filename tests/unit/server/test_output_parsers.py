@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +96,58 @@ def test_without_tools_calls_are_text(name: str) -> None:
 def test_what_is_no_call_is_not_lost(name: str, broken: str) -> None:
     parts = read_every_way(BY_NAME[name], REQUEST, f"a {broken} b")
     assert parts == Parts(f"a {broken} b", "", [])
+
+
+def nested(levels: int) -> str:
+    return '{"word": ' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize("name", [name for name, text in TWO_CALLS.items() if "§" in text])
+@pytest.mark.parametrize(
+    "arguments",
+    [*('{"word": 1e999}', '{"word": "\\ud800"}', '{"word": "\n\\ud800"}'), *map(nested, (260, 900, 960))],
+    ids=["infinite", "surrogate", "line break and surrogate", "260", "900", "960"],
+)
+def test_a_call_that_no_answer_can_contain_is_text(name: str, arguments: str) -> None:
+    text = TWO_CALLS[name].replace("§", arguments)
+    whole = read(BY_NAME[name], REQUEST, [text])
+    assert read(BY_NAME[name], REQUEST, [text[: len(text) // 2], text[len(text) // 2 :]]) == whole
+    assert arguments in whole.text
+    assert as_values(whole.calls) in ([], as_values([NOW]))
+
+
+@pytest.mark.parametrize("name", ["wea\\ud83d", "\\udc00"])
+def test_a_name_with_half_a_surrogate_pair_is_text(name: str) -> None:
+    text = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+    assert read_every_way(BY_NAME["hermes"], REQUEST, text) == Parts(text, "", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4", "<|tool_call>call:find{most:NaN}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:find{most:[1,-1e999]}<tool_call|>"),
+        ("gemma4", '<|tool_call>call:find{word:"\\ud800"}<tool_call|>'),
+        ("gemma4", f"<|tool_call>call:find{{word:{'[' * 3000}"),
+        ("gemma4", f"<|tool_call>call:find{{word:{'{a:' * 3000}"),
+        ("gemma4", f"<|tool_call>call:find{{word:{'[' * 200}1{']' * 200}}}<tool_call|>"),
+        ("pythonic", r"[find(word='\ud800')]"),
+        ("glm", "<tool_call>find<arg_key>most</arg_key><arg_value>1e999</arg_value></tool_call>"),
+    ],
+)
+def test_values_that_no_answer_can_contain_are_text(name: str, text: str) -> None:
+    assert read(BY_NAME[name], ParseRequest({"find": {}}), [text]) == Parts(text, "", [])
+
+
+@pytest.mark.parametrize("levels", [2, 100])
+def test_calls_of_some_levels_fit_into_answers(levels: int) -> None:
+    arguments = nested(levels)
+    found = read(BY_NAME["hermes"], REQUEST, [f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>'])
+    assert orjson.dumps({"a": [orjson.loads(call.arguments) for call in found.calls]})
+    assert [call.arguments for call in found.calls] == [arguments]
+    deep = f"{'[' * (levels - 1)}1{']' * (levels - 1)}"
+    gemma = read(BY_NAME["gemma4"], REQUEST, [f"<|tool_call>call:now{{a:{deep}}}<tool_call|>"])
+    assert as_values(gemma.calls) == [("now", {"a": json.loads(deep)})]
 
 
 @pytest.mark.parametrize("name", [one.name for one in FORMATS if one.reasoning[0].startswith(("<think", "[THINK"))])

@@ -20,6 +20,7 @@ from pdserve.messages.base import Message
 from pdserve.messages.conversation import ChatMessage, Conversation
 from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq
 from pdserve.model_files.model_limits import ModelLimits
+from pdserve.model_files.text.errors import PromptError
 from pdserve.runtime.web.keys import SCOPE_KEY, Caller
 from pdserve.server.http.engine.question_queue import MAX_WAITING, MAX_WAITING_WORK, SHORT, QuestionQueue
 from pdserve.server.http.errors import ApiError
@@ -87,6 +88,18 @@ def test_a_rendered_conversation_is_returned_if_asked_for() -> None:
     assert asked(returns=True).rendered == "<user>a"
     assert asked(returns=False).rendered is None
     assert len(asked(returns=True).token_ids[0]) == len("<user>a")
+
+
+def test_a_conversation_that_is_too_long_has_the_errors_code() -> None:
+    tokenizer, limits = Counting(), ModelLimits(64, VOCAB)
+    questions = TextQuestions(PromptEncoder(tokenizer, MissingTemplate(), limits), tokenizer, limits)
+    question = EncodeReq(chat=Conversation([ChatMessage("user", "a")]), id=1)
+    refused = PromptError("messages", "too many tokens", "context_length_exceeded")
+    for rendered in (refused, "a" * (MAX_TOKENS + 1)):
+        encoded = questions.answer(question, rendered)
+        assert isinstance(encoded, Encoded)
+        assert (encoded.field, encoded.code) == ("messages", "context_length_exceeded")
+    assert answer(EncodeReq(texts=["a"] * (MAX_TOKENS + 1), id=1))[0].code is None, "no single text is too long"
 
 
 def test_a_hopeless_text_is_refused_without_encoding_all_of_it() -> None:
