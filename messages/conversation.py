@@ -10,11 +10,11 @@ from .packed_text import Text
 
 
 class ChatToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A call of a tool that the assistant made. ``arguments``: a decoded JSON object."""
+    """A call of a tool that the assistant made. ``arguments``: a decoded JSON object, or its text for a template."""
 
     id: str
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | str
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,6 +13,7 @@ from ..errors import brief
 from .errors import PromptError, TokenizerLoadError
 from .jinja_environment import make_environment
 from .named_templates import NamedTemplates
+from .printed import check_printed
 from .template_probe import TemplateProbe
 
 FIELD = "messages"
@@ -75,10 +76,13 @@ class ChatTemplate:
         Raises ``PromptError``: with the template's own message, or because it does not print all of ``chat``.
         """
         self._check_args(chat)
-        turns = self._probe.find_plan(chat).make_turns(chat)
-        if chat.continue_final_message:
-            return self._cut_in_final_message(chat, turns)
-        return self._render(chat, turns)
+        plan = self._probe.find_plan(chat)
+        turns = plan.make_turns(chat)
+        make = self._cut_in_final_message if chat.continue_final_message else self._render
+        text = make(chat, turns)
+        # Numbers in place of texts don't tell what becomes of a text with, say, "</think>" in it.
+        check_printed(chat, text, with_assistant=not plan.is_probed)
+        return text
 
     def _cut_in_final_message(self, chat: Conversation, turns: list[dict[str, Any]]) -> str:
         """Render up to the end of the last message's content, wherever the template puts it.

@@ -46,7 +46,7 @@ class _GenerationBlock(Extension):
 class _TemplateNamespace(Namespace):
     """``namespace()`` without names that begin with an underscore, which Python gives a meaning."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for name in dict(*args, **kwargs):
             _check_name(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -46,12 +47,32 @@ def name_calls_by_id(chat: Conversation) -> Conversation:
     return _with_messages(chat, _with_telling_ids(chat))
 
 
-REWRITES: tuple[Rewrite, ...] = (as_sent, without_reasoning, split_calls, pair_calls, name_calls_by_id)
+def write_arguments(chat: Conversation) -> Conversation:
+    """Return ``chat`` with the arguments of its tool calls as JSON text. The template of DeepSeek V3 needs it."""
+    return _with_messages(chat, (_with_text_arguments(message) for message in chat.messages))
+
+
+REWRITES: tuple[Rewrite, ...] = (
+    as_sent,
+    without_reasoning,
+    split_calls,
+    pair_calls,
+    name_calls_by_id,
+    write_arguments,
+)
 """In the order in which they are tried."""
 
 
 def _with_messages(chat: Conversation, messages: Iterator[ChatMessage]) -> Conversation:
     return msgspec.structs.replace(chat, messages=list(messages))
+
+
+def _with_text_arguments(message: ChatMessage) -> ChatMessage:
+    calls = [
+        msgspec.structs.replace(call, arguments=json.dumps(call.arguments, ensure_ascii=False))
+        for call in message.tool_calls
+    ]
+    return msgspec.structs.replace(message, tool_calls=calls)
 
 
 def _split(chat: Conversation) -> Iterator[ChatMessage]:

@@ -57,7 +57,8 @@ class Skeleton:
         if chat.continue_final_message:
             last = set(texts_of(messages[-1]))
             self.stands = [replace(s, field="continue_final_message") if s.number in last else s for s in self.stands]
-        tools = None if chat.tools is None else [self._tool()]
+        # A second tool tells whether the template prints more than one.
+        tools = None if chat.tools is None else [self._tool() for _ in chat.tools[:2]]
         self.chat = msgspec.structs.replace(chat, messages=messages, tools=tools)
 
     def _reduce(self, message: ChatMessage, where: str) -> ChatMessage:
@@ -76,7 +77,8 @@ class Skeleton:
 
     def _call(self, call: ChatToolCall, what: str) -> ChatToolCall:
         name = self._draw(what)
-        return ChatToolCall(call.id.replace(call.name, name), name, {"a": "b"} if call.arguments else {})
+        arguments = {"a": self._draw(what)} if call.arguments else {}
+        return ChatToolCall(call.id.replace(call.name, name), name, arguments)
 
     def _tool(self) -> dict[str, Any]:
         properties = {"a": {"type": "string", "description": "b"}}

@@ -111,7 +111,24 @@ def _extra(folder: Path, config: Mapping[str, Any], older: Mapping[str, Any]) ->
             raise TokenizerLoadError(
                 f"{folder / CONFIG}: extra_special_tokens {shortened(repr(value))} is no list of tokens"
             )
-    return listed, named
+    return listed, _model_specific(folder, config) | named
+
+
+def _model_specific(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tokens under ``model_specific_special_tokens``.
+
+    In transformers, other tokens with further names in tokenizer_config.json replace them.
+    """
+    others = [name for name in config if name.endswith("_token") and name not in NAMED_TOKENS]
+    if any(isinstance(config[name], str | dict) for name in others) or isinstance(
+        config.get("extra_special_tokens"), dict
+    ):
+        return {}
+    key = "model_specific_special_tokens"
+    tokens = config.get(key) or {}
+    if not isinstance(tokens, dict):
+        raise TokenizerLoadError(f"{folder / CONFIG}: {key} {shortened(repr(tokens))} is no table of tokens by name")
+    return tokens
 
 
 def _named(folder: Path, stated: Mapping[str, Any]) -> Iterator[tuple[str, AddedToken]]:

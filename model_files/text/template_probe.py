@@ -29,10 +29,14 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True)
 class Plan:
-    """How a template gets a conversation. ``forms``: of each message's content, after ``rewrite``."""
+    """How a template gets a conversation. ``forms``: of each message's content, after ``rewrite``.
+
+    ``is_probed``: a skeleton was printed in full. Otherwise the template refuses it, and its reasons are unknown.
+    """
 
     rewrite: Rewrite
     forms: Sequence[ContentForm]
+    is_probed: bool = True
 
     def make_turns(self, chat: Conversation) -> list[dict[str, Any]]:
         """Return the messages of ``chat`` as the template gets them.
@@ -92,7 +96,8 @@ class TemplateProbe:
                 if not least or len(lost) < len(least):
                     least = lost
         # A template that refuses the skeleton in every form tells why when the conversation itself is rendered.
-        return least[0] if least else Plan(as_sent, [ContentForm.GIVEN] * len(skeleton.chat.messages))
+        as_it_is = Plan(as_sent, [ContentForm.GIVEN] * len(skeleton.chat.messages), is_probed=False)
+        return least[0] if least else as_it_is
 
     def _renderings(
         self, chat: Conversation, stands: Sequence[Stand]

@@ -35,7 +35,8 @@ def read_chat_template(options: ModelOptions) -> NamedTemplates | None:
 def find_template_in_folder(folder: Path, config: dict[str, Any]) -> NamedTemplates | None:
     """Find the folder's chat templates; None if there are none. Raises ``TokenizerLoadError``.
 
-    Templates in files of their own replace those in ``config`` (tokenizer_config.json), as in transformers.
+    Templates in files of their own replace those in ``config`` (tokenizer_config.json), as in transformers. A
+    chat_template.json is for transformers' processors, and its tokenizers don't read it: it counts without the others.
     """
     named = {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).is_file():
@@ -44,8 +45,8 @@ def find_template_in_folder(folder: Path, config: dict[str, Any]) -> NamedTempla
         texts = {name: _read_text(file, str(file)) for name, file in named.items()}
         return choose_templates(texts, str(named.get(DEFAULT, folder)))
     for file, values in (
-        (folder / "chat_template.json", read_json_object(folder / "chat_template.json")),
         (folder / "tokenizer_config.json", config),
+        (folder / "chat_template.json", read_json_object(folder / "chat_template.json")),
     ):
         if values.get("chat_template"):
             return choose_templates(_by_name(file, values["chat_template"]), f"chat_template in {file}")

@@ -13,8 +13,12 @@ from transformers import AutoTokenizer
 from .byte_table import ByteTable
 from .errors import TokenizerLoadError
 from .hf_files import backend_byte_table, find_eos_ids
+from .library_errors import library_errors
 from .named_templates import NamedTemplates
 from .text_tokenizer import UNKNOWN_TOKEN_BYTES, FastTokenizer, TextTokenizer
+
+FILES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+"""Files that transformers makes tokenizers of, beside tokenizer_config.json."""
 
 
 class PythonTokenizer(TextTokenizer):
@@ -58,13 +62,8 @@ def tokenizer_from_transformers(
 
     ``named``: special tokens by name, which replace those that transformers knows. ``template``: the chat template.
     """
-    try:
+    with library_errors(partial(_unusable, folder)):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError) as e:
-        raise TokenizerLoadError(
-            f"{folder} has no tokenizer.json, and transformers finds no tokenizer there either: {e}. "
-            "Give a folder that has one as --tokenizer-path"
-        ) from e
     special_tokens = {**{k: str(v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}, **named}
     eos_ids = find_eos_ids(folder, tokenizer.eos_token_id)
     if not tokenizer.is_fast:
@@ -77,4 +76,13 @@ def tokenizer_from_transformers(
         eos_ids=eos_ids,
         special_tokens=special_tokens,
         chat_template=template,
+    )
+
+
+def _unusable(folder: Path, reason: str) -> TokenizerLoadError:
+    """Name the files that transformers may have read, because its errors name none."""
+    files = [name for name in (*FILES, "tokenizer_config.json") if (folder / name).is_file()]
+    return TokenizerLoadError(
+        f"{folder} has no tokenizer.json, and transformers makes no tokenizer of "
+        f"{' and '.join(files) or 'its other files'} there: {reason}. Give another folder as --tokenizer-path"
     )

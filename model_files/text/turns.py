@@ -31,8 +31,9 @@ def make_turn(message: ChatMessage, form: ContentForm) -> dict[str, Any]:
     if message.name is not None:
         turn["name"] = message.name
     if message.reasoning_content is not None:
-        # gpt-oss knows it as thinking, all other templates by the name that the client used.
-        turn["thinking"] = turn["reasoning_content"] = unpack(message.reasoning_content)
+        # Each template knows one name: gpt-oss thinking, Solar Open reasoning, most others reasoning_content.
+        thought = unpack(message.reasoning_content)
+        turn |= dict.fromkeys(("thinking", "reasoning", "reasoning_content"), thought)
     if message.tool_calls:
         turn["tool_calls"] = [
             {

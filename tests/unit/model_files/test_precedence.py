@@ -236,6 +236,24 @@ def test_a_named_token_that_is_nowhere_is_added_at_the_end(tmp_path: Path) -> No
     assert load(tmp_path).encode_batch(["[PAD]"], add_special_tokens=False) == [[259]]
 
 
+@pytest.mark.parametrize(
+    ("beside", "older", "tokens"),
+    [
+        ({}, {}, {"<x>": 259, "<y>": 260}),
+        ({"extra_special_tokens": ["<l>"]}, {}, {"<x>": 259, "<y>": 260, "<l>": 261}),
+        ({"z_token": "<z>"}, {}, {"<x>": None, "<z>": 259}),
+        ({"extra_special_tokens": {"q": "<q>"}}, {}, {"<x>": None, "<q>": 259}),
+        ({}, {"extra_special_tokens": {"q": "<q>"}}, {"<x>": 259, "<y>": 260, "<q>": 261}),
+    ],
+)
+def test_tokens_of_one_model_count_beside_no_others_of_the_config(
+    tmp_path: Path, beside: dict[str, Any], older: dict[str, Any], tokens: dict[str, int | None]
+) -> None:
+    config = {"model_specific_special_tokens": {"x_token": "<x>", "y": "<y>"}, **beside}
+    tokenizer = load(make_folder(tmp_path, tokenizer_config=config, special_tokens_map=older))
+    assert {text: tokenizer.backend.token_to_id(text) for text in tokens} == tokens
+
+
 def test_properties_in_the_config_replace_those_of_the_tokenizer(tmp_path: Path) -> None:
     make_folder(tmp_path, tokenizer_config={"added_tokens_decoder": {"257": entry("</s>", lstrip=True)}})
     assert load(tmp_path).encode_batch(["  </s>"], add_special_tokens=False) == [[257]]
@@ -275,6 +293,10 @@ def test_the_text_config_may_end_texts_too(tmp_path: Path) -> None:
         ({"generation_config": {"eos_token_id": [1, None]}}, r"generation_config\.json: eos_token_id"),
         ({"tokenizer_config": {"bos_token": 5}}, r"tokenizer_config\.json: bos_token 5 is no token"),
         ({"tokenizer_config": {"extra_special_tokens": "<x>"}}, "extra_special_tokens '<x>' is no list"),
+        (
+            {"tokenizer_config": {"model_specific_special_tokens": ["<x>"]}},
+            r"model_specific.* is no table of tokens by",
+        ),
         ({"tokenizer_config": {"added_tokens_decoder": ["<x>"]}}, "added_tokens_decoder is no table of tokens"),
         ({"added_tokens": {"<x>": "3"}}, r"added_tokens\.json is no table"),
     ],

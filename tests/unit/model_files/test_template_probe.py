@@ -162,6 +162,29 @@ def test_reasoning_that_a_template_refuses_is_left_out() -> None:
     assert render(source, ChatMessage("assistant", None, reasoning_content="hm")) == "hm"
 
 
+def test_lost_arguments_and_second_tools_are_refused_by_name() -> None:
+    calling = ChatMessage("assistant", "b", tool_calls=[ChatToolCall("c1", "now", {"city": "Rome"})])
+    with pytest.raises(PromptError, match=r"the tool calls of messages\[0\]"):
+        render(ONE_CALL, calling)
+    letter = ChatMessage("assistant", "b", tool_calls=[ChatToolCall("c1", "now", {"n": "w"})])
+    with pytest.raises(PromptError, match=r"the tool calls of messages\[0\]"):
+        render(ONE_CALL, letter)
+    first = "{{ tools[0] | tojson }}{{ messages[0].content }}"
+    then: dict[str, Any] = {"type": "function", "function": {"name": "then", "parameters": {}}}
+    assert '"now"' in render(first, ChatMessage("user", "a"), tools=[TOOL])
+    with pytest.raises(PromptError, match="does not print the tools"):
+        render(first, ChatMessage("user", "a"), tools=[TOOL, then])
+
+
+def test_arguments_are_text_for_templates_that_need_text() -> None:
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function.name + '(' + c.function.arguments + ')' }}{% endfor %}{% endfor %}"
+    )
+    calling = ChatMessage("assistant", "b", tool_calls=[ChatToolCall("c1", "now", {"city": "Köln"})])
+    assert render(source, calling) == 'bnow({"city": "Köln"})'
+
+
 def test_lost_tools_are_refused_by_name() -> None:
     source = "{% if messages[0].role == 'system' %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}"
     assert '"now"' in render(source, ChatMessage("system", "a"), tools=[TOOL])
@@ -173,7 +196,8 @@ def test_lost_tools_are_refused_by_name() -> None:
 def test_reasoning_may_be_left_out_and_has_every_name() -> None:
     thinking = ChatMessage("assistant", "b", reasoning_content="hm")
     assert render(STRINGS_ONLY, thinking) == "<assistant>b"
-    assert render("{{ messages[0].thinking }}{{ messages[0].content }}", thinking) == "hmb"
+    for name in ("thinking", "reasoning", "reasoning_content"):
+        assert render("{{ messages[0]." + name + " }}{{ messages[0].content }}", thinking) == "hmb"
 
 
 def test_a_template_that_refuses_numbers_has_the_last_word() -> None:

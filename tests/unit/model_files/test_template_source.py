@@ -42,8 +42,10 @@ def texts(folder: Path, **files: Any) -> tuple[str, str | None]:
         ({"tokenizer_config__json": {"chat_template": {"default": "D", "rag": "R"}}}, ("D", None)),
         (
             {"tokenizer_config__json": {"chat_template": "C"}, "chat_template__json": {"chat_template": "D"}},
-            ("D", None),
+            ("C", None),
         ),
+        ({"chat_template__json": {"chat_template": "D"}}, ("D", None)),
+        ({"chat_template__jinja": "F", "chat_template__json": {"chat_template": "D"}}, ("F", None)),
         ({"tokenizer_config__json": {"chat_template": NAMED}, "chat_template__jinja": "F"}, ("F", None)),
         (
             {

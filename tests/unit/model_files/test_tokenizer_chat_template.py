@@ -39,6 +39,7 @@ def test_the_embedded_models_template():
         ("{{ dict(a=1)['a'] }}{{ dict.fromkeys('ab') | tojson }}", '1{"a": null, "b": null}'),
         ("{{ strftime_now('%Y') | length }}", "4"),
         ("{% if tools %}t{% else %}none{% endif %}", "none"),
+        ("{% set ns = namespace(self=1) %}{{ ns.self }}", "1"),
         ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
     ],
 )

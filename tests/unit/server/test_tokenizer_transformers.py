@@ -2,10 +2,12 @@
 
 import json
 
+import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
 from pdserve.detokenizer.request_decoder import ByteDecoders, WindowDecoders, make_decoder_factory
 from pdserve.messages.base import unpack_i32
+from pdserve.model_files.text.errors import TokenizerLoadError
 from pdserve.model_files.text.load import load_tokenizer
 from pdserve.server.options import ServerOptions
 
@@ -38,3 +40,21 @@ def test_a_tokenizer_in_python_is_decoded_through_a_window(tmp_path):
     [token_ids] = tokenizer.encode_batch([TEXT], add_special_tokens=False)
     assert isinstance(make_decoder_factory(tokenizer), WindowDecoders)
     assert stream(tokenizer, token_ids) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_class", "files", "named"),
+    [
+        ("GPT2Tokenizer", {"vocab.json": "[1]", "merges.txt": "#version: 0.2\n"}, "of vocab.json and merges.txt and"),
+        ("GPT2Tokenizer", {"vocab.json": '{"a": 0}', "merges.txt": "#version: 0.2\nb c\n"}, "of vocab.json and mer"),
+        (5, {}, "of tokenizer_config.json"),
+        ("NoSuchTokenizer", {}, "of tokenizer_config.json"),
+    ],
+)
+def test_broken_files_are_named_on_one_line(tmp_path, tokenizer_class, files, named):
+    config = {"tokenizer_class": tokenizer_class}
+    for name, text in {"tokenizer_config.json": json.dumps(config), **files}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(TokenizerLoadError, match=f"{tmp_path} has no tokenizer.json.* {named}") as refused:
+        load_tokenizer(ServerOptions(tokenizer_path=str(tmp_path)))
+    assert "\n" not in str(refused.value)
