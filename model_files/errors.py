@@ -52,6 +52,12 @@ class InvalidWeights(ModelError):
     """The weights are damaged, incomplete, or do not fit the model's own config."""
 
 
+def unusable(key: str, value: object, reason: str) -> UnsupportedModel:
+    """Return the error for a ``value`` of a config's ``key`` that can't be used for this ``reason``."""
+    advice = "correct it, or download the file again"
+    return UnsupportedModel(f"{key} {shortened(repr(value))} can't be used: {reason}; {advice}")
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Add the file or folder to the message of every ``ModelError`` of the block that does not name it yet."""
@@ -84,9 +90,8 @@ def reading_keys(values: KeyValues) -> Iterator[None]:
     except KeyError:
         raise
     except BROKEN_VALUES as e:
-        value = shortened(repr(values.get(values.last_key)))
-        advice = "correct it, or download the file again"
-        raise UnsupportedModel(f"{values.last_key} {value} can't be used: {brief(e)}; {advice}") from e
+        key = values.last_key
+        raise unusable(key, values.get(key), brief(e)) from e
 
 
 def whole(value: Any) -> int:
