@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +93,13 @@ def reading_keys(values: KeyValues) -> Iterator[None]:
     except BROKEN_VALUES as e:
         key = values.last_key
         raise unusable(key, values.get(key), brief(e)) from e
+
+
+def positive(key: str, value: float) -> float:
+    """Return the ``value`` of ``key`` if it is finite and above 0; raises ``UnsupportedModel`` otherwise."""
+    if not 0 < value < math.inf:
+        raise UnsupportedModel(f"{key} {value} is not supported: it must be a finite number above 0")
+    return value
 
 
 def whole(value: Any) -> int:

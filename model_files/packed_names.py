@@ -1,7 +1,8 @@
 """Names of a packed weight's tensors in safetensors files, and scales that belong to no packed weight.
 
-A weight's tensors have its name and an ending: of FP8 ``weight`` and ``weight_scale`` or ``weight_scale_inv`` (both
-are what is multiplied by); of four bits those of ``FOUR_BITS``. Imports no torch.
+A weight's tensors have its name and an ending. In FP8, these are ``weight`` and ``weight_scale`` or
+``weight_scale_inv``, which both are what is multiplied by. In four bits, they are those of ``FOUR_BITS``. Imports no
+torch.
 """
 
 from __future__ import annotations

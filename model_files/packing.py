@@ -67,7 +67,7 @@ def _gptq(config: Mapping[str, Any]) -> Packing | str:
 
 
 def _form(config: Mapping[str, Any], older: str, default: str) -> str:
-    """Return the form of the files: ``format``, in whose place the key ``older`` counts if it is there."""
+    """Return the form of the files. It is that of the key ``older`` or, if this is missing, that of ``format``."""
     stated = config.get(older)
     return str(config.get("format", default) if stated is None else stated).lower()
 
