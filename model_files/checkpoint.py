@@ -90,6 +90,21 @@ def _gguf_sizes(path: Path) -> Iterator[TensorSize]:
         yield TensorSize(name, int(tensor.n_elements), blocks)
 
 
+def tensor_types(folder: Path) -> dict[str, str]:
+    """Return the type of each tensor of the checkpoint in ``folder``, as safetensors calls it, by name.
+
+    Reads headers alone. Raises ``InvalidWeights`` for a missing or damaged file.
+    """
+    types: dict[str, str] = {}
+    for file in checkpoint_files(folder):
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                types |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as e:
+            raise InvalidWeights(f"{file} can't be read: {brief(e)}; download it again") from e
+    return types
+
+
 def _safetensors_sizes(folder: Path) -> Iterator[TensorSize]:
     for file in checkpoint_files(folder):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,12 @@ class InvalidWeights(ModelError):
     """The weights are damaged, incomplete, or do not fit the model's own config."""
 
 
+def unusable(key: str, value: object, reason: str) -> UnsupportedModel:
+    """Return the error for a ``value`` of a config's ``key`` that can't be used for this ``reason``."""
+    advice = "correct it, or download the file again"
+    return UnsupportedModel(f"{key} {shortened(repr(value))} can't be used: {reason}; {advice}")
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Add the file or folder to the message of every ``ModelError`` of the block that does not name it yet."""
@@ -84,9 +91,15 @@ def reading_keys(values: KeyValues) -> Iterator[None]:
     except KeyError:
         raise
     except BROKEN_VALUES as e:
-        value = shortened(repr(values.get(values.last_key)))
-        advice = "correct it, or download the file again"
-        raise UnsupportedModel(f"{values.last_key} {value} can't be used: {brief(e)}; {advice}") from e
+        key = values.last_key
+        raise unusable(key, values.get(key), brief(e)) from e
+
+
+def positive(key: str, value: float) -> float:
+    """Return the ``value`` of ``key`` if it is finite and above 0; raises ``UnsupportedModel`` otherwise."""
+    if not 0 < value < math.inf:
+        raise UnsupportedModel(f"{key} {value} is not supported: it must be a finite number above 0")
+    return value
 
 
 def whole(value: Any) -> int:

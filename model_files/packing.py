@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from .errors import unusable
+
 
 class PackingKind(StrEnum):
     """How weights lie."""
@@ -18,6 +20,10 @@ class PackingKind(StrEnum):
     AWQ = "AWQ"
     GPTQ = "GPTQ"
     INT4 = "INT4"
+
+
+GPTQ_ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+"""Number to add to the zero points of each format; the first one has them less one."""
 
 
 class Packing(NamedTuple):
@@ -30,35 +36,51 @@ class Packing(NamedTuple):
     zero_offset: int = 0
 
 
-def read_packing(config: Mapping[str, Any]) -> Packing | str:
-    """Return how the weights of a ``quantization_config`` are packed, or as text the kind that cannot be read."""
+def read_packing(config: object) -> Packing | str:
+    """Return how the weights of a ``quantization_config`` are packed, or as text the kind that cannot be read.
+
+    Raises ``UnsupportedModel`` for a value of a wrong type or out of bounds.
+    """
+    config = _object("quantization_config", config)
     method = config.get("quant_method")
     if method == "fp8":
-        block = config.get("weight_block_size")
-        return Packing(PackingKind.FP8, None if block is None else (int(block[0]), int(block[1])))
+        return Packing(PackingKind.FP8, _block("weight_block_size", config.get("weight_block_size")))
     if method == "compressed-tensors":
         return _compressed(config)
     if method in ("awq", "gptq"):
         if config.get("bits") != 4:
-            return f"{method} of {config.get('bits')} bits"
-        if method == "awq":
-            version = str(config.get("version", "gemm")).lower()
-            return Packing(PackingKind.AWQ) if version == "gemm" else f"awq in the version {version!r}"
-        # The first form of the files has zero points less one.
-        return Packing(PackingKind.GPTQ, zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1)
+            return f"{method} of {config.get('bits')!r} bits"
+        return _awq(config) if method == "awq" else _gptq(config)
     return f"{method!r}"
+
+
+def _awq(config: Mapping[str, Any]) -> Packing | str:
+    version = _form(config, "version", "gemm")
+    return Packing(PackingKind.AWQ) if version == "gemm" else f"awq in the version {version!r}"
+
+
+def _gptq(config: Mapping[str, Any]) -> Packing | str:
+    form = _form(config, "checkpoint_format", "gptq")
+    if form not in GPTQ_ZERO_OFFSETS:
+        return f"gptq in the format {form!r}"
+    return Packing(PackingKind.GPTQ, zero_offset=GPTQ_ZERO_OFFSETS[form])
+
+
+def _form(config: Mapping[str, Any], older: str, default: str) -> str:
+    """Return the form of the files. It is that of the key ``older`` or, if this is missing, that of ``format``."""
+    stated = config.get(older)
+    return str(config.get("format", default) if stated is None else stated).lower()
 
 
 def _compressed(config: Mapping[str, Any]) -> Packing | str:
     found: list[Packing] = []
-    for group in (config.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
+    for name, stated in _object("config_groups", config.get("config_groups") or {}).items():
+        group = _object(f"config_groups {name}", stated)
+        weights = _object(f"config_groups {name} weights", group.get("weights") or {})
         kind = weights.get("type"), weights.get("num_bits")
-        block = weights.get("block_structure")
         if kind == ("float", 8):
-            if weights.get("strategy") != "block":
-                block = None
-            found.append(Packing(PackingKind.FP8, (int(block[0]), int(block[1])) if block else None))
+            block = weights.get("block_structure") if weights.get("strategy") == "block" else None
+            found.append(Packing(PackingKind.FP8, _block("block_structure", block)))
         elif kind == ("int", 4) and _is_packed(config, group) and not group.get("input_activations"):
             found.append(Packing(PackingKind.INT4))
         else:
@@ -70,3 +92,17 @@ def _compressed(config: Mapping[str, Any]) -> Packing | str:
 
 def _is_packed(config: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
     return (group.get("format") or config.get("format")) == "pack-quantized"
+
+
+def _object(key: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise unusable(key, value, "it must be an object")
+    return value
+
+
+def _block(key: str, value: object) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
+        raise unusable(key, value, "it must be two sizes of 1 at least")
+    return value[0], value[1]

@@ -13,11 +13,12 @@ Does not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from .errors import UnsupportedModel
+from .errors import UnsupportedModel, positive
 
 MAX_LAYERS = 10_000
 """Layers that a model may have, many times those of the deepest published one."""
@@ -88,6 +89,10 @@ class RopeSpec:
     long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        positive("rope_theta", self.theta)
+        positive("factor", self.factor)
+        if self.type == RopeType.YARN and self.theta == 1:
+            raise UnsupportedModel("rope_theta 1.0 is not supported with yarn: all pairs would turn alike")
         for factors in (self.freq_factors, self.long_factors):
             if len(factors) not in (0, self.rotary_dim // 2):
                 raise UnsupportedModel(
@@ -103,6 +108,10 @@ class NormSpec:
 
     eps: float
     offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eps < math.inf:
+            raise UnsupportedModel(f"rms_norm_eps {self.eps} is not supported: it must be a finite number, 0 at least")
 
 
 class QKNorm(StrEnum):
@@ -139,7 +148,7 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         _require_sizes(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
         if self.window is not None:
-            _require_sizes(window=self.window)
+            _require_sizes(sliding_window=self.window)
 
     @property
     def attended_dim(self) -> int:

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import UnsupportedModel
+from ..errors import UnsupportedModel, whole
 from ..spec import (
     ExpertScoring,
     ExpertsSpec,
@@ -21,7 +21,7 @@ from ..spec import (
     RopeType,
 )
 from ..tensor_names import GGUF_EXPERTS, GGUF_LATENT, GGUF_LAYER, HF_EXPERTS, HF_LATENT, HF_LLAMA
-from .hf_rope import rope_parameters
+from .hf_rope import rope_number, rope_parameters
 
 if TYPE_CHECKING:
     from .gguf_config import GGUFConfig
@@ -78,7 +78,7 @@ def v3_from_hf(config: HFConfig) -> ModelSpec:
     )
     pairing = Pairing.NEIGHBOURS if config.get("rope_interleave") else Pairing.HALVES
     spec = _from_hf(config, experts, pairing)
-    return replace(spec, draft_layers=int(config.number("num_nextn_predict_layers", 0)))
+    return replace(spec, draft_layers=whole(config.get("num_nextn_predict_layers") or 0))
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
@@ -127,16 +127,17 @@ def _from_hf(config: HFConfig, experts: ExpertsSpec, pairing: Pairing) -> ModelS
     _expect(config, "num_key_value_heads", config.heads)
     _expect(config, "moe_layer_freq", 1)
     rope = replace(config.rope(pairing=pairing), rotary_dim=config.integer("qk_rope_head_dim"))
-    bias, rank = bool(config.get("attention_bias")), config.get("q_lora_rank")
+    bias = bool(config.get("attention_bias"))
+    rank = None if config.get("q_lora_rank") is None else config.size("q_lora_rank")
     nope = config.integer("qk_nope_head_dim")
     attention = MLASpec(
         heads=config.heads,
-        q_lora_rank=None if rank is None else int(rank),
+        q_lora_rank=rank,
         kv_lora_rank=config.integer("kv_lora_rank"),
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rope.rotary_dim,
         v_head_dim=config.integer("v_head_dim"),
-        scale=_scale(nope + rope.rotary_dim, rope, float(rope_parameters(config).get("mscale_all_dim") or 0.0)),
+        scale=_scale(nope + rope.rotary_dim, rope, rope_number(rope_parameters(config), "mscale_all_dim", 0.0)),
         norm=LATENT_NORM,
         a_bias=bias,
         o_bias=bias,

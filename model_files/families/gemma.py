@@ -49,7 +49,7 @@ LARGEST = {"gemma2": 46, "gemma3": 62}
 say so.
 """
 PATTERNS = {"gemma2": 2, "gemma3": 6}
-"""Period of the layers in a GGUF: only the last one of each period sees the whole context."""
+"""Period of the layers in a GGUF that does not state it: only the last one of each period sees the whole context."""
 LOCAL_THETA = 10000.0
 
 
@@ -67,9 +67,9 @@ def gemma3_from_hf(config: HFConfig) -> ModelSpec:
     """
     norm = config.norm(offset=1.0)
     attention = replace(_attention_from_hf(config), qk_norm=QKNorm.HEAD, qk_norm_spec=norm)
-    pattern = config.integer("sliding_window_pattern")
+    pattern = config.size("sliding_window_pattern")
     slides = config.slides([(i + 1) % pattern != 0 for i in range(config.num_layers)])
-    local_theta = config.number("rope_local_base_freq", LOCAL_THETA)
+    local_theta = config.positive("rope_local_base_freq", LOCAL_THETA)
     ropes = (
         config.rope(layer_type="full_attention", theta=1e6),
         config.rope(layer_type="sliding_attention", theta=local_theta),
@@ -79,19 +79,24 @@ def gemma3_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def gemma2_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read GGUF metadata of Gemma 2. Every other layer has a window, beginning with the first."""
+    """Read GGUF metadata of Gemma 2. If the file has no pattern, every other layer has a window, from the first on."""
     attention = replace(_attention_from_gguf(config), softcap=config.number("attn_logit_softcapping", 50.0) or None)
     window = config.integer("attention.sliding_window")
-    attentions = [replace(attention, window=window if slides else None) for slides in _gguf_slides(config)]
+    attentions = [
+        replace(attention, window=window if slides else None) for slides in config.slides(PATTERNS[config.family])
+    ]
     return _from_gguf(config, attentions, 30.0, config.rope())
 
 
 def gemma3_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read GGUF metadata of Gemma 3's text model. All layers but every sixth have a window and a rope of their own."""
+    """Read GGUF metadata of Gemma 3's text model. Layers with a window have a rope of their own.
+
+    If the file has no pattern, these are all but every sixth.
+    """
     attention = replace(_attention_from_gguf(config), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
-    attentions = sliding(attention, _gguf_slides(config), config.integer("attention.sliding_window"))
+    attentions = sliding(attention, config.slides(PATTERNS[config.family]), config.integer("attention.sliding_window"))
     rope = config.rope()
-    local = RopeSpec(rotary_dim=rope.rotary_dim, theta=config.number("rope.freq_base_swa", LOCAL_THETA))
+    local = RopeSpec(rotary_dim=rope.rotary_dim, theta=config.positive("rope.freq_base_swa", LOCAL_THETA))
     return _from_gguf(config, attentions, 0.0, rope, local)
 
 
@@ -120,7 +125,7 @@ def _layers(attentions: Sequence[AttentionSpec], mlp: MLPSpec, norm: NormSpec) -
 
 
 def _attention_from_hf(config: HFConfig) -> AttentionSpec:
-    return replace(config.attention(), scale=config.number("query_pre_attn_scalar", config.head_dim) ** -0.5)
+    return replace(config.attention(), scale=config.positive("query_pre_attn_scalar", config.head_dim) ** -0.5)
 
 
 def _from_hf(config: HFConfig, attentions: Sequence[AttentionSpec], *ropes: RopeSpec) -> ModelSpec:
@@ -133,11 +138,6 @@ def _from_hf(config: HFConfig, attentions: Sequence[AttentionSpec], *ropes: Rope
         embedding_scale=config.integer("hidden_size") ** 0.5,
         logit_softcap=config.cap("final_logit_softcapping"),
     )
-
-
-def _gguf_slides(config: GGUFConfig) -> list[bool]:
-    pattern = PATTERNS[config.family]
-    return [(i + 1) % pattern != 0 for i in range(config.num_layers)]
 
 
 def _attention_from_gguf(config: GGUFConfig) -> AttentionSpec:

@@ -7,7 +7,7 @@ from typing import Any
 
 import gguf
 
-from ..errors import InvalidWeights, UnsupportedModel, whole
+from ..errors import InvalidWeights, UnsupportedModel, positive, whole
 from ..gguf_reader import GGUFFile
 from ..spec import (
     AttentionSpec,
@@ -37,6 +37,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale", "attention.scale"), (0, 1)),
     **dict.fromkeys(("expert_group_count", "expert_gating_func", "moe_every_n_layers"), (0, 1)),
     **dict.fromkeys(("expert_shared_count", "leading_dense_block_count"), (0,)),
+    **dict.fromkeys(("attention.temperature_scale", "attention.temperature_length", "router_logit_softcapping"), (0,)),
+    **dict.fromkeys(("attention.output_scale", "attention.value_scale"), (0, 1)),
+    "attention.sliding_window_pattern": (0,),
     **dict.fromkeys(("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"), (1,)),
     "attention.causal": (True,),
 }
@@ -83,6 +86,30 @@ class GGUFConfig:
         value = self.get(key)
         return default if value is None else float(value)
 
+    def positive(self, key: str, default: float) -> float:
+        """Return the finite value above 0 of ``key``, ``default`` if it is missing, and mark the key as read.
+
+        Raises ``UnsupportedModel`` for a value out of bounds.
+        """
+        return positive(key, self.number(key, default))
+
+    def slides(self, period: int) -> list[bool]:
+        """Return for each layer whether it has a sliding window, as llama.cpp reads it.
+
+        ``attention.sliding_window_pattern`` is a list of that, or a period: only the last layer of each has no window.
+        With 0, every layer has one. ``period``: what counts if the key is missing.
+        """
+        key, layers = "attention.sliding_window_pattern", self.num_layers
+        pattern = self.get(key)
+        if isinstance(pattern, list):
+            if len(pattern) < layers:
+                raise UnsupportedModel(f"{key} of {len(pattern)} layers is not supported: there are {layers}")
+            return [bool(slides) for slides in pattern[:layers]]
+        stated = period if pattern is None else whole(pattern)
+        if stated < 0:
+            raise UnsupportedModel(f"{key} {stated} is not supported: it must be 0 at least")
+        return [stated == 0 or (i + 1) % stated != 0 for i in range(layers)]
+
     def has(self, name: str) -> bool:
         """Return whether the file has the tensor ``name``."""
         return name in self._file.tensors
@@ -111,9 +138,13 @@ class GGUFConfig:
     def norm(self) -> NormSpec:
         """Read the norm that all layers use.
 
-        It has no offset, because a file's weights contain the family's already.
+        It has no offset, because a file's weights contain the family's already. Raises ``KeyError`` if the file does
+        not state its epsilon.
         """
-        return NormSpec(eps=float(self.number("attention.layer_norm_rms_epsilon", 1e-6)))
+        key = "attention.layer_norm_rms_epsilon"
+        if self.get(key) is None:
+            raise KeyError(key)
+        return NormSpec(eps=self.number(key, 0.0))
 
     def attention(self) -> AttentionSpec:
         """Read the plain attention of a layer: one rope, no window. The file's first layer decides about biases."""
@@ -152,7 +183,9 @@ class GGUFConfig:
     def rope(self, pairing: Pairing = Pairing.HALVES) -> RopeSpec:
         """Read the rope of the layers that see the whole context."""
         context = self.integer("context_length")
+        # Nought is llama.cpp's word for none.
         factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0)) or 1.0
+        positive("rope.scaling.factor", factor)
         # Like llama.cpp: a factor without a type is a linear one.
         name = str(self.get("rope.scaling.type") or ("none" if factor == 1.0 else "linear"))
         if name not in ROPE_TYPES:
@@ -164,11 +197,11 @@ class GGUFConfig:
         kind = RopeType.LONGROPE if short or long else ROPE_TYPES[name]
         return RopeSpec(
             rotary_dim=whole(self.get("rope.dimension_count") or self.head_dim),
-            theta=self.number("rope.freq_base", 10000.0),
+            theta=self.positive("rope.freq_base", 10000.0),
             pairing=pairing,
             type=kind,
             factor=factor,
-            original_context=int(self.number("rope.scaling.original_context_length", context)),
+            original_context=int(self.positive("rope.scaling.original_context_length", context)),
             beta_fast=self.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=self.number("rope.scaling.yarn_beta_slow", 1.0),
             attention_factor=self._attention_factor(kind),

@@ -32,6 +32,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "swiglu_alpha": (None, CLAMPED_GAIN),
     "is_causal": (None, True),
     "transformers_weights": (None,),
+    "text_config": (None, {}),
     "quantization_config": (None, {}),
 }
 """Keys that change what is computed, and what they say where they change nothing."""
@@ -61,9 +62,10 @@ class HFConfig(HFValues):
 
     def activation(self, key: str = "hidden_act") -> Activation:
         """Read the activation that ``key`` names; silu if it is missing."""
-        name = self.get(key) or "silu"
+        self.get(key)
+        name = self.raw.get(key, "silu")
         if name not in ACTIVATIONS:
-            raise UnsupportedModel(f"activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+            raise UnsupportedModel(f"{key} {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
 
     def mlp(self, activation: str = "hidden_act") -> MLPSpec:
@@ -107,9 +109,13 @@ class HFConfig(HFValues):
             raise UnsupportedModel(f"layer_types {', '.join(unknown) or 'of fewer layers'} are not supported")
         return [name == "sliding_attention" for name in types[: self.num_layers]]
 
-    def window(self) -> int | None:
-        """Return ``sliding_window`` in tokens; None if it is missing, null or 0."""
-        return whole(self.get("sliding_window") or 0) or None
+    def window(self, *, is_used: bool = True) -> int | None:
+        """Return ``sliding_window`` in tokens; None if it is missing, null or not used.
+
+        ``AttentionSpec`` refuses a window below 1.
+        """
+        stated = self.get("sliding_window")
+        return whole(stated) if is_used and stated is not None else None
 
     def windows(self, default: Sequence[bool], *, are_used: bool = True) -> list[int | None]:
         """Return each layer's window in tokens, None for a layer without.
@@ -117,8 +123,8 @@ class HFConfig(HFValues):
         ``default``: whether each layer has one if the config lacks ``layer_types``. ``are_used``: False if the config
         switches windows off.
         """
-        stated = self.window()
-        window = stated if are_used else None
+        window = self.window(is_used=are_used)
+        stated = self.get("sliding_window")
         if window is None and "sliding_attention" in (self.get("layer_types") or ()):
             raise UnsupportedModel(
                 f"layer_types has sliding_attention, but sliding_window {stated} is not used; take "
@@ -147,8 +153,8 @@ class HFConfig(HFValues):
 
     def allow_quantised(self, method: str) -> None:
         """Allow weights that are quantised by ``method``, because the family's loader reads them."""
-        quantised = self.raw.get("quantization_config") or {}
-        if quantised.get("quant_method") == method:
+        quantised = self.raw.get("quantization_config")
+        if isinstance(quantised, dict) and quantised.get("quant_method") == method:
             self.read.add("quantization_config")
 
     def _refuse_unread(self) -> None:

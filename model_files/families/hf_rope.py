@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import UnsupportedModel, shortened
+from ..errors import UnsupportedModel, positive, unusable
 from ..spec import Pairing, RopeSpec, RopeType
 from .hf_values import HFValues
 
@@ -47,8 +47,10 @@ def read_rope(
     if kind not in list(RopeType):
         raise UnsupportedModel(f"rotary scaling {name!r} is not supported; supported are {', '.join(RopeType)}")
     share = _rotated_share(config, params, partial)
-    base = params.get("rope_theta") or (config.get("rope_theta") if layer_type in (None, "full_attention") else None)
-    rope = RopeSpec(rotary_dim=_rotary_dim(config, share), theta=float(base or theta), pairing=pairing)
+    outer = config.get("rope_theta") if layer_type in (None, "full_attention") else None
+    base = rope_number({"rope_theta": outer}, "rope_theta", theta)
+    base = positive("rope_theta", rope_number(params, "rope_theta", base))
+    rope = RopeSpec(rotary_dim=_rotary_dim(config, share), theta=base, pairing=pairing)
     if layer_type is None:
         _refuse_lost(config, rope_theta=rope.theta, partial_rotary_factor=share)
     return rope if kind == RopeType.DEFAULT else _scaled(config, params, rope, RopeType(kind), layer_type)
@@ -74,9 +76,7 @@ def rope_parameters(
     """
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, dict):
-            value = shortened(repr(config.get(key)))
-            advice = "correct it, or download the file again"
-            raise UnsupportedModel(f"{key} {value} can't be used: it must be an object; {advice}")
+            raise unusable(key, config.get(key), "it must be an object")
     newer, older = config.get("rope_parameters"), config.get("rope_scaling") or {}
     is_nested = any(isinstance(value, dict) for value in (newer or {}).values())
     if newer and is_nested != (layer_type is not None):
@@ -86,6 +86,19 @@ def rope_parameters(
         return dict(older or (scaling if newer is None else newer))
     own = (newer or {}).get(layer_type) or {}
     return {**own, **(older if layer_type == "full_attention" else {})}
+
+
+def rope_number(params: Mapping[str, Any], key: str, default: float) -> float:
+    """Return the number of ``key`` in a rope's parameters, ``default`` if it is missing or null.
+
+    Raises ``UnsupportedModel``, with the key's name, for what is no number.
+    """
+    value = params.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise unusable(key, value, "it must be a number")
+    return float(value)
 
 
 def _refuse_lost(config: HFValues, **kept: float) -> None:
@@ -105,14 +118,13 @@ def _refuse_lost(config: HFValues, **kept: float) -> None:
 
 
 def _rotated_share(config: HFValues, params: Mapping[str, Any], partial: float | None) -> float:
-    given = params.get("partial_rotary_factor")
+    key = "partial_rotary_factor"
     if partial is None:
-        if given not in (None, 1.0):
-            raise UnsupportedModel(f"partial_rotary_factor {given} is not supported for a {config.family!r} model")
+        if (given := params.get(key)) not in (None, 1.0):
+            raise UnsupportedModel(f"{key} {given} is not supported for a {config.family!r} model")
         return 1.0
     # Some files have it in both places; the newer one counts.
-    older = config.get("partial_rotary_factor")
-    return float(next(value for value in (given, older, partial) if value is not None))
+    return rope_number(params, key, rope_number({key: config.get(key)}, key, partial))
 
 
 def _rotary_dim(config: HFValues, share: float) -> int:
@@ -128,39 +140,54 @@ def _scaled(
     context = config.integer("max_position_embeddings")
     # A rope of one type of layers has its own; transformers does not look beside it.
     outer = config.get("original_max_position_embeddings") if layer_type is None else None
-    original = int(outer or params.get("original_max_position_embeddings") or context)
-    factor = params.get("factor")
-    if factor is None:
-        # A yarn may state that it has none; its contexts then say it.
-        if kind in (RopeType.LINEAR, RopeType.LLAMA3) or (kind == RopeType.YARN and "factor" not in params):
-            raise UnsupportedModel(f"rotary scaling {kind} without a factor is not supported")
-        factor = context / original
-    short, long = ((), ()) if kind != RopeType.LONGROPE else (params["short_factor"], params["long_factor"])
+    key = "original_max_position_embeddings"
+    stated = rope_number(params, key, context) if outer is None else config.number(key, context)
+    original = int(positive(key, int(stated)))
+    # A yarn may state that it has no factor; its contexts then say it.
+    needs_factor = kind in (RopeType.LINEAR, RopeType.LLAMA3) or (kind == RopeType.YARN and "factor" not in params)
+    if needs_factor and params.get("factor") is None:
+        raise UnsupportedModel(f"rotary scaling {kind} without a factor is not supported")
+    factor = positive("factor", rope_number(params, "factor", context / original))
+    short, long = (_factors(params, key, kind) for key in ("short_factor", "long_factor"))
     return replace(
         plain,
         type=kind,
-        factor=float(factor),
+        factor=factor,
         original_context=original,
-        low_freq_factor=float(params["low_freq_factor"] if kind == RopeType.LLAMA3 else 1.0),
-        high_freq_factor=float(params["high_freq_factor"] if kind == RopeType.LLAMA3 else 4.0),
-        beta_fast=float(params.get("beta_fast") or 32.0),
-        beta_slow=float(params.get("beta_slow") or 1.0),
+        low_freq_factor=_needed(params, "low_freq_factor") if kind == RopeType.LLAMA3 else 1.0,
+        high_freq_factor=_needed(params, "high_freq_factor") if kind == RopeType.LLAMA3 else 4.0,
+        beta_fast=positive("beta_fast", rope_number(params, "beta_fast", 0.0) or 32.0),
+        beta_slow=positive("beta_slow", rope_number(params, "beta_slow", 0.0) or 1.0),
         truncate=bool(params.get("truncate", True)),
-        attention_factor=_attention_factor(params, kind, float(factor), original),
-        freq_factors=tuple(map(float, short)),
-        long_factors=tuple(map(float, long)),
+        attention_factor=_attention_factor(params, kind, factor, original),
+        freq_factors=short,
+        long_factors=long,
     )
+
+
+def _needed(params: Mapping[str, Any], key: str) -> float:
+    """Return the number of ``key`` in a rope's parameters; raises ``KeyError`` if it is missing."""
+    return rope_number({key: params[key]}, key, math.nan)
+
+
+def _factors(params: Mapping[str, Any], key: str, kind: RopeType) -> tuple[float, ...]:
+    """Return longrope's factors of ``key``; none for other types. Raises ``KeyError`` if they are missing."""
+    if kind != RopeType.LONGROPE:
+        return ()
+    factors = params[key]
+    if not isinstance(factors, list):
+        raise unusable(key, factors, "it must be a list")
+    return tuple(positive(key, rope_number({key: factor}, key, math.nan)) for factor in factors)
 
 
 def _attention_factor(params: Mapping[str, Any], kind: RopeType, factor: float, original: int) -> float | None:
     if kind not in (RopeType.YARN, RopeType.LONGROPE):
         return None
-    given = params.get("attention_factor")
-    if given is not None:
-        return float(given)
+    if params.get("attention_factor") is not None:
+        return rope_number(params, "attention_factor", 1.0)
     if kind == RopeType.LONGROPE:
         return longrope_attention_factor(factor, original)
-    mscale, all_dim = params.get("mscale"), params.get("mscale_all_dim")
+    mscale, all_dim = (rope_number(params, key, 0.0) for key in ("mscale", "mscale_all_dim"))
     if mscale and all_dim and factor > 1:
         return float((0.1 * mscale * math.log(factor) + 1.0) / (0.1 * all_dim * math.log(factor) + 1.0))
     return None
@@ -171,4 +198,8 @@ def longrope_attention_factor(factor: float, original: int) -> float:
 
     ``original``: the context of the training, in tokens.
     """
-    return 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
+    if factor <= 1.0:
+        return 1.0
+    if original == 1:
+        raise UnsupportedModel("original_max_position_embeddings 1 is not supported with longrope")
+    return math.sqrt(1.0 + math.log(factor) / math.log(original))

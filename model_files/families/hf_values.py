@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import whole
+from ..errors import UnsupportedModel, positive, unusable, whole
 from ..spec import checked_layers
 
 
@@ -37,14 +37,41 @@ class HFValues:
         self.last_key = key
         return whole(self.raw[key])
 
+    def size(self, key: str) -> int:
+        """Return the integer of ``key``, as ``integer`` does. Raises ``UnsupportedModel`` if it is below 1."""
+        value = self.integer(key)
+        if value < 1:
+            raise UnsupportedModel(f"{key} {value} is not supported: it must be 1 at least")
+        return value
+
     def number(self, key: str, default: float) -> float:
-        """Return the value of ``key``, ``default`` if it is missing or null, and mark the key as read."""
+        """Return the value of ``key``, ``default`` if it is missing, and mark the key as read.
+
+        Raises ``TypeError`` for a null, as transformers' classes do.
+        """
+        self.get(key)
+        return float(self.raw.get(key, default))
+
+    def positive(self, key: str, default: float) -> float:
+        """Return the finite value above 0 of ``key``, ``default`` if it is missing, and mark the key as read.
+
+        Raises ``UnsupportedModel`` for a value out of bounds.
+        """
+        return positive(key, self.number(key, default))
+
+    def sequence(self, key: str) -> list[Any]:
+        """Return the list of ``key``, an empty one if it is missing or null, and mark the key as read.
+
+        Raises ``UnsupportedModel`` for what is no list.
+        """
         value = self.get(key)
-        return default if value is None else float(value)
+        if not isinstance(value, list | tuple | None):
+            raise unusable(key, value, "it must be a list")
+        return list(value or ())
 
     def cap(self, key: str) -> float | None:
         """Return the soft cap of ``key``; None if it is missing, null or 0. Mark the key as read."""
-        return self.number(key, 0.0) or None
+        return float(self.get(key) or 0.0) or None
 
     @property
     def family(self) -> str:

@@ -51,8 +51,8 @@ def qwen2_from_hf(config: HFConfig) -> ModelSpec:
 def qwen3_from_hf(config: HFConfig) -> ModelSpec:
     """Read the config of Qwen3-MoE, with normalised heads of q and k. If windows are enabled, all layers have one."""
     attention = replace(config.attention(), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
-    window = config.window()
-    windows = [window if _uses_windows(config) else None] * config.num_layers
+    window = config.window(is_used=_uses_windows(config))
+    windows = [window] * config.num_layers
     layers = _layers(config, attention, windows, _experts(config))
     return config.model(layers, config.rope(), tensors=QWEN3_TENSORS)
 
@@ -87,7 +87,7 @@ def _layers(
     The others, and those that ``mlp_only_layers`` lists, counted from 0, have an MLP.
     """
     layers = pre_normed([replace(attention, window=window) for window in windows], experts, config.norm())
-    step, without = config.integer("decoder_sparse_step"), config.get("mlp_only_layers") or ()
+    step, without = config.size("decoder_sparse_step"), config.sequence("mlp_only_layers")
     is_dense = [i in without or (i + 1) % step != 0 for i in range(config.num_layers)]
     if not any(is_dense):
         return layers

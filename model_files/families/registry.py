@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import UnsupportedModel, reading_keys
+from ..errors import UnsupportedModel, reading_keys, unusable
 from ..spec import ModelSpec
 from . import deepseek, gemma, glm, gpt_oss, granite, llama, mixtral, olmo, phi, qwen, qwen_moe, smollm3
 from .hf_config import HFConfig
@@ -79,6 +79,8 @@ def spec_from_hf(raw: Mapping[str, Any]) -> ModelSpec:
     if name in TEXT_OF:
         name = TEXT_OF[name]
         text = raw["text_config"]
+        if not isinstance(text, dict):
+            raise unusable("text_config", text, "it must be an object")
         # These belong to the whole model. What its text_config says of the head does not count.
         whole = {
             "quantization_config": raw.get("quantization_config") or text.get("quantization_config"),

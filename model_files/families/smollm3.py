@@ -25,8 +25,8 @@ def from_hf(config: HFConfig) -> ModelSpec:
     ``layer_types`` may say otherwise.
     No layer has a window unless the config sets ``use_sliding_window``.
     """
-    interval, ropes = config.integer("no_rope_layer_interval"), config.get("no_rope_layers")
-    if ropes is None:
+    interval, ropes = config.size("no_rope_layer_interval"), config.sequence("no_rope_layers")
+    if config.get("no_rope_layers") is None:
         ropes = [(i + 1) % interval != 0 for i in range(config.num_layers)]
     if len(ropes) < config.num_layers:
         raise UnsupportedModel(f"no_rope_layers names {len(ropes)} of {config.num_layers} layers")

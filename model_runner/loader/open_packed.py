@@ -9,6 +9,7 @@ import torch
 
 from ...model_files.errors import UnsupportedModel
 from ...model_files.model_path import ModelSource
+from ...model_files.packed_names import packing_of
 from ...model_files.packing import PackingKind
 from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
@@ -18,7 +19,6 @@ from ..options import WorkerOptions
 from .packed_layers import PackedLayers
 from .packed_sources import CheckpointMatrices, DummyMatrices, PackedSource
 from .quantization import Quantization
-from .safetensors_weights import packing_of
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...model_files.checkpoint import checkpoint_files
 from ...model_files.errors import InvalidWeights, brief
+from ...model_files.packed_names import FOUR_BITS, is_packed, weight_name
 from ...model_files.packing import Packing, PackingKind
 from ...model_files.rope_order import row_order
 from ...model_files.spec import ModelSpec
@@ -20,7 +21,7 @@ from ...model_files.tensor_names import Part, find_parts
 from ..ops.packed.matrices import LEAST_GROUP, FP8Matrix, Int4Matrix, PackedMatrix
 from ..ops.packed.weights import COLUMNS, SYMMETRIC_ZERO
 from .dummy_weights import STD
-from .packed_weights import A_WORD, FOUR_BITS, is_packed, packed_matrix, weight_name
+from .packed_weights import A_WORD, packed_matrix
 
 GROUPS = (128, 64, LEAST_GROUP)
 """Columns that share a scale of four bits drawn at random: the most that the row's length allows."""

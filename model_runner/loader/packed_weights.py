@@ -10,49 +10,22 @@ Shapes: O rows (outputs), I columns (inputs) of a weight, G groups of columns th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...model_files.errors import InvalidWeights
+from ...model_files.packed_names import FOUR_BITS, SCALES_OF_FP8, weight_name
 from ...model_files.packing import Packing, PackingKind
 from ..ops.packed.matrices import FP8Matrix, Int4Matrix, PackedMatrix
 from ..ops.packed.weights import SYMMETRIC_ZERO
 
-SCALES_OF_FP8 = (".weight_scale_inv", ".weight_scale")
-BESIDE = (*SCALES_OF_FP8, ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".qzeros", ".scales", ".g_idx")
-OF_TENSORS = (".weight_zero_point", ".weight_g_idx", ".weight_shape")
-"""What goes with a weight: read with it, or, where it is of activations and of KV, not at all; the last ones are
-compressed-tensors'.
-"""
-
-
-class Endings(NamedTuple):
-    """Endings of the names of a weight's tensors; ``groups`` may be missing, and so may ``zeros`` of INT4."""
-
-    numbers: str
-    scales: str
-    zeros: str
-    groups: str
-
-
-FOUR_BITS = {
-    PackingKind.AWQ: Endings(".qweight", ".scales", ".qzeros", ".g_idx"),
-    PackingKind.GPTQ: Endings(".qweight", ".scales", ".qzeros", ".g_idx"),
-    PackingKind.INT4: Endings(".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx"),
-}
 BITS, A_WORD = 4, 8
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which of a word's places each of eight neighbouring outputs lies."""
 
 Read = Callable[[str], Tensor | None]
 """A tensor by its name in the files; None where there is none."""
-
-
-def is_beside(name: str) -> bool:
-    """Return whether the tensor only goes with a weight: scales (of weights, activations or KV), zeros, groups."""
-    return name.endswith(BESIDE + OF_TENSORS)
 
 
 def unpacked(name: str, tensor: Tensor, packing: Packing, read: Read) -> tuple[str, Tensor]:
@@ -63,21 +36,6 @@ def unpacked(name: str, tensor: Tensor, packing: Packing, read: Read) -> tuple[s
     """
     found = packed_matrix(name, tensor, packing, read)
     return (name, tensor) if found is None else (weight_name(name), found.dequantise())
-
-
-def weight_name(name: str) -> str:
-    """Return the name of the weight that the packed numbers in tensor ``name`` belong to; other names are unchanged."""
-    ending = next((endings.numbers for endings in FOUR_BITS.values() if name.endswith(endings.numbers)), None)
-    return name if ending is None else f"{name.removesuffix(ending)}.weight"
-
-
-def is_packed(name: str, dtype: str, packing: Packing) -> bool:
-    """Return whether tensor ``name`` holds the numbers of a packed weight.
-
-    ``dtype``: the tensor's type as safetensors calls it.
-    """
-    endings = FOUR_BITS.get(packing.kind)
-    return dtype == "F8_E4M3" if endings is None else name.endswith(endings.numbers)
 
 
 def packed_matrix(name: str, tensor: Tensor, packing: Packing, read: Read) -> PackedMatrix | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,12 +15,12 @@ from torch import Tensor
 
 from ...model_files.checkpoint import checkpoint_files
 from ...model_files.errors import InvalidWeights, brief
-from ...model_files.packing import Packing, read_packing
+from ...model_files.packed_names import is_beside, packing_of, refuse_stray_scales, weight_name
 from ...model_files.spec import ModelSpec
 from ...model_files.tensor_names import EMBEDDING, HEAD, find_parts
 from .base import Stored, WeightSource, as_ours
 from .mxfp4 import BLOCK_BYTES, BLOCKS, SCALES, dequantise
-from .packed_weights import is_beside, unpacked, weight_name
+from .packed_weights import unpacked
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +34,7 @@ class SafetensorsWeights(WeightSource):
         ``left_out``: the engine's names of tensors that are not needed as floats. They are not read.
         """
         self._spec = spec
+        self._folder = folder
         self._left_out = left_out
         self._files = checkpoint_files(folder)
         # A tied head that comes without a table of embeddings is the table.
@@ -51,8 +51,9 @@ class SafetensorsWeights(WeightSource):
         """Yield the checkpoint's tensors by the engine's names, dequantising weights in MXFP4, FP8 and four bits.
 
         Those left out are skipped. If the config ties the head to the table of embeddings and the files have only the
-        head, it is yielded as the table.
+        head, it is yielded as the table. Raises ``InvalidWeights`` for files that are damaged or don't fit the config.
         """
+        refuse_stray_scales(self._folder)
         places = _places(self._files)
         copies = self._tied_copies(places)
         for file in self._files:
@@ -83,7 +84,7 @@ class SafetensorsWeights(WeightSource):
         if HEAD not in of or EMBEDDING not in of:
             return set()
         head, table = (_load(of[name], places[of[name]]) for name in (HEAD, EMBEDDING))
-        if head.shape != table.shape or not torch.equal(head, table.to(head.dtype)):
+        if not _has_same_values(head, table):
             raise InvalidWeights(
                 f"{places[of[HEAD]]} holds {of[HEAD]!r} with other values than the embeddings, but the config ties the "
                 "two; set tie_word_embeddings to false in config.json to serve that head"
@@ -119,6 +120,19 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
+def _has_same_values(one: Tensor, other: Tensor) -> bool:
+    """Return whether both tensors have the same shape and, whatever their types, exactly the same values."""
+    if one.shape != other.shape:
+        return False
+    wider = one.dtype if one.dtype == other.dtype else torch.promote_types(*map(_plain_type, (one, other)))
+    return torch.equal(one.to(wider), other.to(wider))
+
+
+def _plain_type(tensor: Tensor) -> torch.dtype:
+    """Return a type that holds all values of the tensor, and that torch has a common type with others for."""
+    return tensor.dtype if tensor.dtype.itemsize > 1 else torch.float32
+
+
 def _load(name: str, file: Path) -> Tensor:
     with _opened(file) as tensors:
         tensor: Tensor = tensors.get_tensor(name)
@@ -132,18 +146,6 @@ def _opened(file: Path) -> Iterator[Any]:
             yield tensors
     except (SafetensorError, OSError) as e:
         raise InvalidWeights(f"{file} can't be read: {brief(e)}; download it again") from e
-
-
-def packing_of(folder: Path) -> Packing | None:
-    """Return how the weights in ``folder`` are packed, by its config.json, or None if they are not.
-
-    None also means a packing that is not supported; ``spec_reader.py`` has refused such models before.
-    """
-    config = folder / "config.json"
-    raw = json.loads(config.read_text()) if config.is_file() else {}
-    quantised = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
-    found = read_packing(quantised or {})
-    return found if isinstance(found, Packing) else None
 
 
 def _read(name: str, places: Mapping[str, Path], file: Path, tensors: Any) -> Tensor | None:

@@ -13,6 +13,7 @@ from ...model_files.errors import InvalidWeights, ModelError, ModelNotFound, Not
 from ...model_files.foreign_config import ForeignModel, read_foreign
 from ...model_files.model_impl import ModelImpl, choose_model_impl
 from ...model_files.model_path import ModelSource, resolve_model
+from ...model_files.packed_names import refuse_stray_scales
 from ...model_files.spec import ModelSpec
 from ...model_files.spec_reader import read_spec
 from ...model_files.text.chat_template import ChatTemplates
@@ -55,6 +56,8 @@ def look_at_model(path: str, has_kernels: bool, revision: str | None = None) -> 
         is_native = choose_model_impl("auto", source) is ModelImpl.NATIVE
         model = read_spec(source) if is_native else read_foreign(source)
         tensors = tensor_sizes(source)
+        if is_native and source.kind == "hf":
+            refuse_stray_scales(source.path)
     except NotDownloaded as e:
         yield warning(TOPIC, str(e), "pdserve server downloads it at its first start; that needs the network.")
         return

@@ -20,6 +20,7 @@ from pdserve.model_files.context_length import with_context
 from pdserve.model_files.model_impl import ModelImpl, choose_model_impl
 from pdserve.model_files.model_limits import read_limits
 from pdserve.model_files.model_path import ModelSource
+from pdserve.model_files.packed_names import packing_of
 from pdserve.model_files.sampling_defaults import read_sampling_defaults
 from pdserve.model_files.spec_reader import read_spec
 from pdserve.model_files.text.chat_template import ChatTemplates
@@ -33,7 +34,6 @@ from pdserve.model_files.text.named_templates import NamedTemplates
 from pdserve.model_files.text.template_source import find_template_in_folder, read_json_object
 from pdserve.model_files.text.text_tokenizer import TextTokenizer
 from pdserve.model_runner.loader.load import load_model_weights
-from pdserve.model_runner.loader.safetensors_weights import packing_of
 
 from . import faults, samples
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ....model_files.errors import InvalidWeights, UnsupportedModel
-from ....model_files.foreign_config import ForeignModel, layer_types_refusal
+from ....model_files.errors import InvalidWeights, UnsupportedModel, brief
+from ....model_files.foreign_config import CONFIG, ForeignModel, layer_types_refusal
 from ....model_files.tensor_names import is_not_needed
 from ...kv.layout import KVShape
 from .attention_check import check_modules
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 OLDEST = 5
 """Oldest major version of transformers with the interface that is used here."""
+ADVICE = "correct it, or download it again"
 TRIAL_TOKENS, CHECK_TOKENS = 8, 40
 
 
@@ -81,7 +82,12 @@ def _read_config(how: LoadRequest) -> Any:
             f"transformers {transformers.__version__} has no such architecture, and code that comes with a model is "
             "never run (trust_remote_code)"
         )
-    return AutoConfig.from_pretrained(how.folder, trust_remote_code=False, local_files_only=True)
+    file = how.folder / CONFIG
+    try:
+        return AutoConfig.from_pretrained(how.folder, trust_remote_code=False, local_files_only=True)
+    except Exception as e:
+        # Every config class checks its own keys, and their errors name key and value.
+        raise UnsupportedModel(f"{file} is no usable model config: {brief(e)}; {ADVICE}") from e
 
 
 def _choose_class(config: Any) -> Any:
@@ -114,13 +120,27 @@ def _load(how: LoadRequest, config: Any, model_class: Any) -> Any:
     transformers.utils.logging.disable_progress_bar()
     # Attention comes by our names later; what can be chosen for it does not matter before.
     common = {"dtype": how.dtype, "attn_implementation": "eager"}
-    if how.load_format == "dummy":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(how.seed)
-            model = model_class._from_config(config, **common)
-    else:
-        model = _load_weights(how.folder, config, model_class, common)
+    try:
+        if how.load_format == "dummy":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(how.seed)
+                model = model_class._from_config(config, **common)
+        else:
+            model = _load_weights(how.folder, config, model_class, common)
+    except KeyError as e:
+        # Classes look up the function of a rope by its type, and some have types of their own.
+        if e.args[0] in _rope_types(config):
+            raise UnsupportedModel(
+                f"{how.folder / CONFIG}: rope_type {e.args[0]!r} is unknown to its class; {ADVICE}"
+            ) from e
+        raise InvalidWeights(f"transformers can't load {how.folder}: KeyError: {e}") from e
     return model.to(how.device).eval().requires_grad_(False)
+
+
+def _rope_types(config: Any) -> list[object]:
+    """Return the type of the rope in ``config`` or, if each type of layers has a rope, those of all."""
+    stated = getattr(config, "rope_parameters", None) or {}
+    return [rope.get("rope_type") for rope in (stated, *stated.values()) if isinstance(rope, dict)]
 
 
 def _load_weights(folder: Path, config: Any, model_class: Any, common: dict[str, Any]) -> Any:
@@ -128,6 +148,8 @@ def _load_weights(folder: Path, config: Any, model_class: Any, common: dict[str,
         model, report = model_class.from_pretrained(
             folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True, **common
         )
+    except KeyError:
+        raise
     except Exception as e:
         # Files that are damaged, cut or of other shapes: as many kinds of exceptions as there are readers.
         raise InvalidWeights(f"transformers can't load {folder}: {e.__class__.__name__}: {_first_line(e)}") from e

@@ -87,6 +87,62 @@ def test_families_set_biases_and_norms(tmp_path: Path) -> None:
     assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (False, False, QKNorm.HEAD)
 
 
+GEMMA3 = {"model_type": "gemma3_text"}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 500.0}
+LONGROPE = YARN | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (GEMMA3 | {"hidden_activation": None}, "hidden_activation None is not supported"),
+        ({"hidden_act": None}, "hidden_act None is not supported"),
+        ({"hidden_act": ""}, "hidden_act '' is not supported"),
+        ({"rms_norm_eps": None}, "rms_norm_eps None can't be used"),
+        ({"rms_norm_eps": -1.0}, r"rms_norm_eps -1\.0 is not supported"),
+        (GEMMA3 | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar None can't be used"),
+        ({"model_type": "granite", "attention_multiplier": None}, "attention_multiplier None can't be used"),
+        ({"rope_theta": 0}, r"rope_theta 0\.0 is not supported: it must be a finite number above 0"),
+        ({"rope_theta": -5}, r"rope_theta -5\.0 is not supported"),
+        ({"rope_theta": "500"}, "rope_theta '500' can't be used: it must be a number"),
+        ({"rope_parameters": YARN | {"rope_theta": 1.0}}, r"rope_theta 1\.0 is not supported with yarn"),
+        ({"rope_parameters": YARN | {"factor": 0}}, r"factor 0\.0 is not supported"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, r"factor 0\.0 is not supported"),
+        ({"rope_parameters": YARN | {"mscale": "1.0", "mscale_all_dim": 1.0}}, r"mscale '1\.0' can't be used"),
+        ({"rope_parameters": YARN | {"beta_fast": -1}}, r"beta_fast -1\.0 is not supported"),
+        (
+            {"rope_parameters": YARN | {"original_max_position_embeddings": 0}},
+            "original_max_position_embeddings 0 is not supported",
+        ),
+        ({"rope_parameters": LONGROPE | {"short_factor": "x"}}, "short_factor 'x' can't be used: it must be a list"),
+        ({"rope_parameters": LONGROPE | {"long_factor": [0.0] * 8}}, r"long_factor 0\.0 is not supported"),
+        (
+            {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 1}},
+            "original_max_position_embeddings 1 is not supported",
+        ),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window 0 is not supported"),
+        ({"model_type": "phi3", "sliding_window": 0}, "sliding_window 0 is not supported"),
+        (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern 0 is not supported"),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "decoder_sparse_step": 0}, "decoder_sparse_step 0 is not"),
+        ({"model_type": "qwen3_moe", "num_experts": 9, "mlp_only_layers": "x"}, "mlp_only_layers 'x' can't be used"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval 0 is not supported"),
+        ({"model_type": "smollm3", "no_rope_layers": 5}, "no_rope_layers 5 can't be used: it must be a list"),
+        ({"model_type": "gpt_oss", "num_local_experts": 4, "quantization_config": "x"}, "quantization_config 'x'"),
+        ({"text_config": "x"}, "text_config 'x' is not supported"),
+        ({"text_config": [1]}, r"text_config \[1\] is not supported"),
+        ({"model_type": "gemma3", "text_config": "x"}, "text_config 'x' can't be used: it must be an object"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_by_its_key(tmp_path: Path, fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=rf"config\.json: {message}"):
+        read(tmp_path, **fields)
+
+
+def test_a_window_that_is_not_in_use_may_be_of_no_size(tmp_path: Path) -> None:
+    for name in ({"model_type": "qwen2"}, {"model_type": "qwen3_moe", "num_experts": 8}):
+        assert read(tmp_path, **name, sliding_window=0).layers[0].attention.window is None
+
+
 def test_context_length_option(tmp_path: Path) -> None:
     spec = read(tmp_path)
     assert choose_context_length(spec, None) == 4096

@@ -206,3 +206,16 @@ def test_ranks_load_their_parts_and_know_the_whole(load_format: Literal["auto", 
 
 def printed(spec: ModelSpec, weights: dict[str, torch.Tensor]) -> str:
     return fingerprint(spec, {name: sample(name, tensor, tensor.dtype) for name, tensor in weights.items()})
+
+
+def test_a_tied_head_is_compared_exactly(tmp_path: Path) -> None:
+    source, file = save_hf("qwen2", tmp_path), tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    table = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": table.bfloat16()}, file)
+    with pytest.raises(InvalidWeights, match=r"'lm_head\.weight' with other values than the embeddings"):
+        load(source)
+    save_file(
+        {**tensors, "model.embed_tokens.weight": table.bfloat16().float(), "lm_head.weight": table.bfloat16()}, file
+    )
+    load(source)

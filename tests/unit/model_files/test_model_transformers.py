@@ -164,3 +164,18 @@ def test_frequencies_that_depend_on_other_requests(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"depends on how far others are.* a shorter --context-length"):
         Harness(tmp_path)
     Harness(tmp_path, context_length=64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_parameters": "x"}, r"config\.json is no usable model config: .*'rope_parameters' with value 'x'"),
+        ({"head_dim": "16"}, r"config\.json is no usable model config: .*'head_dim' expected int, got str .*'16'"),
+        ({"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}}, r"config\.json: rope_type 'foo' is unknown"),
+    ],
+)
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_broken_config_is_named_with_its_key(fields, message: str, load_format: str, tmp_path: Path) -> None:
+    folder = edit(save(tmp_path, "Gemma"), **fields)
+    with pytest.raises(UnsupportedModel, match=f"{message}.*; correct it, or download it again"):
+        Harness(folder, attention_backend="torch", load_format=load_format)

@@ -19,6 +19,7 @@ from support.rank_threads import make_ranks, together
 
 from pdserve.model_files.errors import InvalidWeights, UnsupportedModel
 from pdserve.model_files.model_path import ModelSource
+from pdserve.model_files.packed_names import packing_of
 from pdserve.model_files.packing import Packing, PackingKind
 from pdserve.model_files.sharding import Shard, shard
 from pdserve.model_files.spec import ModelSpec
@@ -29,7 +30,6 @@ from pdserve.model_runner.loader.load import fingerprint, load_model_weights
 from pdserve.model_runner.loader.open_packed import choose_packed
 from pdserve.model_runner.loader.packed_layers import PackedLayers
 from pdserve.model_runner.loader.packed_sources import CheckpointMatrices, DummyMatrices
-from pdserve.model_runner.loader.safetensors_weights import packing_of
 from pdserve.model_runner.models.decoder import Decoder
 from pdserve.model_runner.models.experts import Experts
 from pdserve.model_runner.ops.packed.matrices import FP8Matrix, join
