@@ -295,7 +295,13 @@ async def passed_on(pieces: list[bytes], response_id: str) -> tuple[bytes, int, 
     keeper = open_responses(RouterOptions(worker=["http://127.0.0.1:1"]), is_router=True)
     request = await keeper.read({"headers": []}, b'{"input": "a"}', 1 << 20)
     await keeper.answer(request, app, {"headers": []}, None, send)  # type: ignore[arg-type]
-    scope = {"type": "http", "headers": [], "query_string": b"", "path_params": {"id": response_id}}
+    scope = {
+        "type": "http",
+        "path": f"/v1/responses/{response_id}",
+        "headers": [],
+        "query_string": b"",
+        "path_params": {"id": response_id},
+    }
     answer = await keeper.get(Request(scope))
     return b"".join(sent), answer.status_code, json.loads(bytes(answer.body)) if answer.status_code == 200 else None
 
@@ -320,7 +326,13 @@ def test_a_client_that_does_not_read_cannot_hold_up_a_cancel() -> None:
         answering = keeper.answer(request, app, {"headers": []}, None, send)  # type: ignore[arg-type]
         task = asyncio.create_task(answering)  # type: ignore[arg-type]
         await asyncio.sleep(0)
-        scope = {"type": "http", "headers": [], "query_string": b"", "path_params": {"id": "r"}}
+        scope = {
+            "type": "http",
+            "path": "/v1/responses/r",
+            "headers": [],
+            "query_string": b"",
+            "path_params": {"id": "r"},
+        }
         try:
             async with asyncio.timeout(limit(3)):
                 cancelled = await keeper.cancel(Request(scope))
