@@ -396,9 +396,8 @@ class Claims:
         claim = self._held_for
         if claim is None:
             return False
-        if self._lacks_memory(claim) and (
-            now < self._held_until or self._memory.headroom.could_admit(claim, NO_RESERVE)
-        ):
+        headroom = self._memory.headroom
+        if self._lacks_memory(claim) and (now < self._held_until or headroom.could_admit(claim, NO_RESERVE)):
             return True
         self._held_for = None
         return False

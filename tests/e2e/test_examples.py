@@ -99,6 +99,13 @@ def is_said_paris(out: str, folder: Path) -> None:
     assert len(said) < 2000
 
 
+def are_lines_until_done(out: str, folder: Path) -> None:
+    *lines, last = map(json.loads, out.splitlines())
+    assert "".join(line["message"]["content"] for line in lines).strip()
+    assert last["done"]
+    assert 1 <= last["eval_count"] <= 16
+
+
 def has_keys(*names: str) -> Callable[[str, Path], None]:
     def check(out: str, folder: Path) -> None:
         assert set(names) <= set(json.loads(out))
@@ -133,6 +140,7 @@ def is_empty(out: str, folder: Path) -> None:
 ANSWERS: dict[str, Callable[[str, Path], None]] = {
     "curl -N http://127.0.0.1:8000/generate": is_stream_about_paris,
     "curl http://127.0.0.1:8000/v1/chat/completions": is_paris,
+    "curl http://127.0.0.1:8000/api/chat": are_lines_until_done,
     "curl http://127.0.0.1:8000/generate -d": has_keys("text", "output_ids", "meta_info"),
     "curl http://127.0.0.1:8000/metrics": says("# HELP pdserve_router_", "# TYPE pdserve_router_"),
     "curl http://127.0.0.1:8000/server_info": has_keys("role", "router", "instances"),
