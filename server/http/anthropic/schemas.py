@@ -274,6 +274,12 @@ class MessagesBody(MessagesPromptBody, RequestFields):
         given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         return SamplingFields(stop=self.stop_sequences, **given)
 
+    def with_user(self) -> MessagesBody:
+        """Return the body with the user that its ``metadata`` names, unless it has a ``user``."""
+        if self.user is not None or self.metadata is None:
+            return self
+        return self.model_copy(update={"user": self.metadata.user_id})
+
 
 class CountTokensBody(MessagesPromptBody):
     """``POST /v1/messages/count_tokens``."""

@@ -81,9 +81,9 @@ class OllamaOptions(Body):
     """Maximum number of tokens to generate; 0 and less: until the context is full."""
 
     @property
-    def max_tokens(self) -> int:
-        """Maximum number of tokens to generate. The engine lowers it to what fits the context."""
-        return self.num_predict if self.num_predict > 0 else INT32_MAX
+    def max_tokens(self) -> int | None:
+        """Maximum number of tokens to generate; None: the rest of the context."""
+        return self.num_predict if self.num_predict > 0 else None
 
     def sampling(self) -> SamplingFields:
         """Return the options that were given as this server's sampling fields."""
