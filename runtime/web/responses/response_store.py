@@ -37,7 +37,7 @@ class KeptResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(self.response) + len(self.items) + OVERHEAD_BYTES
 
 
-class _Output(msgspec.Struct):
+class _ResponseOutput(msgspec.Struct):
     """The part of a response that continues the conversation."""
 
     output: list[msgspec.Raw] = []
@@ -45,7 +45,7 @@ class _Output(msgspec.Struct):
 
 def output_of(response: bytes) -> list[msgspec.Raw]:
     """Return the items of a response's output, as JSON. ``response``: one that this server has written."""
-    return msgspec.json.decode(response, type=_Output).output
+    return msgspec.json.decode(response, type=_ResponseOutput).output
 
 
 class Files(Protocol):
