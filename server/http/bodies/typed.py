@@ -1,4 +1,4 @@
-"""Objects whose ``type`` says which fields they need: items and blocks of conversations, and tools."""
+"""Checks of objects with a ``type`` that says which fields are needed: items, blocks of content, and tools."""
 
 from __future__ import annotations
 

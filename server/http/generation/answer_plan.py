@@ -1,4 +1,4 @@
-"""Plans the one answer to a conversation or a prompt, for the APIs whose requests have one answer."""
+"""Plans the one answer to a conversation or a prompt, for APIs without several answers to a request."""
 
 from __future__ import annotations
 
