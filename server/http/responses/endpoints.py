@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ....runtime.web.body import TooManyValues
+from ....messages.error_codes import OVERLOADED
+from ....runtime.web.body import TooManyValues, UploadDropped
 from ....runtime.web.responses.keeper import ResponseKeeper, refused
 from ....runtime.web.responses.request import RequestRefused, ResponseRequest
 from ..endpoint import endpoint
@@ -32,13 +33,18 @@ from .writer import ResponsesAnswer, ResponseWriter, echo
 async def create_response(request: Request) -> Response:
     """Answer a conversation of items, plain or streaming with typed events."""
     state = HttpState.of(request)
+    raw = await read_bytes(request)
     try:
-        asked = await state.responses.read(request.scope, await read_bytes(request), MAX_BODY_BYTES)
+        with state.uploads.wait(len(raw)):
+            asked = await state.responses.read(request.scope, raw, MAX_BODY_BYTES)
+        del raw
         await state.uploads.check(asked.body)
     except RequestRefused as e:
         return refused(request.scope, e)
     except TooManyValues as e:
         raise ApiError(413, str(e)) from None
+    except UploadDropped as e:
+        raise ApiError(503, str(e), code=OVERLOADED) from None
     answer = await answer_to(request, await parse_bytes(request, ResponsesBody, asked.body))
     return KeptAnswer(state.responses, asked._replace(body=b""), answer)
 
