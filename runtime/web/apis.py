@@ -129,7 +129,7 @@ def delete(path: str, endpoint: str, does: str, at_router: AtRouter, access: Acc
 NATIVE = generate(
     "/generate", "native.generate:generate", "generate, SGLang's native shape", prompts=("input_ids", "text")
 )
-"""The path whose body is the engine's own."""
+"""The path with the engine's own form of bodies, as health checks send it."""
 
 APIS: tuple[Api, ...] = (
     # State of the server

@@ -420,7 +420,7 @@ def test_a_response_that_there_is_no_room_for_is_not_kept(kind: str) -> None:
 
 @both
 def test_bodies_that_wait_to_be_read_have_a_limit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large ones wait for each other, so many clients could fill the memory with them."""
+    """Large ones wait for each other, and must not fill the memory meanwhile."""
     monkeypatch.setattr(app_module, "MAX_UPLOADS", 1)
     monkeypatch.setattr(app_module, "MAX_BODY_BYTES", 8000)
     begun, goes_on = asyncio.Event(), asyncio.Event()
