@@ -33,11 +33,11 @@ def check_printed(chat: Conversation, text: str, *, with_assistant: bool) -> Non
     """Raise ``PromptError`` if ``text`` lacks the beginning or end of a text of ``chat``.
 
     The texts are the contents of messages, arguments of tool calls and names of tools. ``with_assistant``: contents of
-    the assistant's messages, too. Templates cut reasoning out of them.
+    the assistant's messages, too. Templates cut reasoning off their beginning, so that only their end is searched.
     """
     output = _Output(text)
-    for what, field, sought in _texts(chat, with_assistant=with_assistant):
-        if not output.has(unpack(sought)):
+    for what, field, sought, is_cut in _texts(chat, with_assistant=with_assistant):
+        if not output.has(unpack(sought), is_cut=is_cut):
             raise PromptError(
                 field,
                 f"the model's chat template does not print all of {what}; "
@@ -45,17 +45,18 @@ def check_printed(chat: Conversation, text: str, *, with_assistant: bool) -> Non
             )
 
 
-def _texts(chat: Conversation, *, with_assistant: bool) -> Iterator[tuple[str, str, Text]]:
-    """Yield what to name, its field in the request, and the text to look for."""
+def _texts(chat: Conversation, *, with_assistant: bool) -> Iterator[tuple[str, str, Text, bool]]:
+    """Yield what to name, its field in the request, the text to look for, and whether its beginning may be cut off."""
     for i, message in enumerate(chat.messages):
         where = f"messages[{i}] (role {message.role})"
-        if with_assistant or message.role != "assistant":
+        is_answer = message.role == "assistant"
+        if with_assistant or not is_answer:
             for text in message.content if isinstance(message.content, list) else [message.content or ""]:
-                yield f"the content of {where}", "messages", text
+                yield f"the content of {where}", "messages", text, is_answer
         for text in _arguments(message):
-            yield f"the tool calls of {where}", "messages", text
+            yield f"the tool calls of {where}", "messages", text, False
     for tool in chat.tools or ():
-        yield "the tools", "tools", tool["function"]["name"]
+        yield "the tools", "tools", tool["function"]["name"], False
 
 
 def _arguments(message: ChatMessage) -> Iterator[str]:
@@ -108,16 +109,17 @@ class _Output:
     def _letters(self) -> _Searched:
         return _Searched(_letters_of(self._text))
 
-    def has(self, text: str) -> bool:
-        """Return whether the rendering has the beginning and the end of ``text``."""
+    def has(self, text: str, *, is_cut: bool) -> bool:
+        """Return whether the rendering has the beginning and the end of ``text``. If ``is_cut``, the end is enough."""
         if len(text) <= EDGE_CHARACTERS and self._raw.has_near(text, 0):
             return True
-        return all(self._has_edge(edge, distance) for edge, distance in _edges(text))
+        return all(self._has_edge(edge, distance) for edge, distance in list(_edges(text))[is_cut:])
 
     def _has_edge(self, edge: str, distance: int) -> bool:
         if self._raw.has_near(edge, distance):
             return True
-        forms = dict.fromkeys(map(_letters_of, (edge, repr(edge), json.dumps(edge), str(escape(edge)))))
+        written = (edge, repr(edge), json.dumps(edge), json.dumps(edge, ensure_ascii=False), str(escape(edge)))
+        forms = dict.fromkeys(map(_letters_of, written))
         return any(self._letters.has_near(form, 0) for form in forms) or any(map(self._letters.has, forms))
 
 

@@ -67,6 +67,12 @@ def test_reasoning_may_be_cut_out_of_the_assistants_text() -> None:
     assert render(template, ("assistant", "hm, so </think>yes"), ("user", "why?")) == "<assistant>yes<user>why?"
 
 
+@pytest.mark.parametrize("text", ["Title\xa0of\na page", "a\u200bb\tc", "\x85 é\nb"])
+@pytest.mark.parametrize("expression", ["m.content | tojson", "m.content | tojson | tojson", "m.content | string"])
+def test_json_may_have_spaces_and_marks_that_python_escapes(expression: str, text: str) -> None:
+    assert render(printing(expression), ("tool", text)).startswith("<tool>")
+
+
 WEATHER = (
     "{% if 'weather' not in messages[-1].content %}{{ raise_exception('no') }}{% endif %}{{ messages[-1].content }}"
 )
@@ -81,6 +87,12 @@ def test_texts_are_looked_for_where_the_template_refuses_numbers(role: str) -> N
     assert render(template, ("user", "weather?")) == "weather?"
     with pytest.raises(PromptError, match=rf"does not print all of .*messages\[0\] \(role {role}\)"):
         render(template, (role, "never shown"), ("user", "weather?"))
+
+
+def test_reasoning_may_be_cut_off_where_the_template_refuses_numbers() -> None:
+    cutting = WEATHER + "{{ messages[0].content.split('</think>')[-1] }}"
+    answer = "long thoughts about rain and sun </think>yes"
+    assert render(ChatTemplate(cutting, {}), ("assistant", answer), ("user", "weather?")) == "weather?yes"
 
 
 def test_texts_are_looked_for_where_the_template_needs_certain_arguments() -> None:
