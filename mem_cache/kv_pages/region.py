@@ -156,7 +156,8 @@ def _allocate_shared(nbytes: int) -> KVRegion:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         buffer = mmap.mmap(fd, nbytes)
-    except BaseException:  # whatever ended it, no region owns the descriptor
+    except BaseException:
+        # Broad: whatever is raised, an interrupt included, the descriptor and its memory must not stay.
         os.close(fd)
         raise
     return KVRegion(buffer, nbytes, fd)

@@ -149,8 +149,8 @@ class StoreEngine:
         except StoreError as e:
             return otherwise, self._failed(str(e))
         except Exception as e:
-            # An unexpected failure. A command without an answer would keep its pages, and without this thread none is
-            # answered.
+            # Broad, as a store is another's library. A command without an answer would keep its pages, and without this
+            # thread none is answered.
             log.exception("the KV store failed in a way that is none of its own")
             return otherwise, self._failed(type(e).__name__)
         self._breaker.succeeded()

@@ -73,13 +73,12 @@ class BuilderProcess:
             try:
                 output, _ = process.communicate(msgspec.json.encode(order), self.timeout)
             except subprocess.TimeoutExpired as e:
-                process.kill()
                 raise InvalidWeights(
                     f"the weights were not packed within {self.timeout:.0f} s; raise --startup-timeout"
                 ) from e
-            except BaseException:
+            finally:
+                # Does nothing to a process that has ended.
                 process.kill()
-                raise
         _check(process.returncode, output)
 
 

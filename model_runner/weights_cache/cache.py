@@ -139,6 +139,7 @@ class CachedWeights:
                 self._builder.build(request, fd)
                 publish(part, self._path(name))
             except BaseException:
+                # Broad: whatever ends the packing, an interrupt included, half a file must not stay.
                 part.unlink(missing_ok=True)
                 raise
             self._remove_old(name)

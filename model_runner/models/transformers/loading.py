@@ -69,7 +69,7 @@ def load_transformers_model(how: LoadRequest) -> Loaded:
     except UnsupportedModel as e:
         raise UnsupportedModel(f"architecture {how.described.family!r} can't be served by transformers: {e}") from e
     except Exception as e:
-        # A class that is strange to this way of running it can raise anything; that it does is the answer.
+        # Broad: a class that is strange to this way of running it can raise anything; that it does is the answer.
         raise UnsupportedModel(
             f"architecture {how.described.family!r} can't be served by transformers {transformers.__version__}: "
             f"{e.__class__.__name__}: {_first_line(e)}"
@@ -86,7 +86,7 @@ def _read_config(how: LoadRequest) -> Any:
     try:
         return AutoConfig.from_pretrained(how.folder, trust_remote_code=False, local_files_only=True)
     except Exception as e:
-        # Every config class checks its own keys, and their errors name key and value.
+        # Broad: every config class checks its own keys by errors of its own, which name key and value.
         raise UnsupportedModel(f"{file} is no usable model config: {brief(e)}; {ADVICE}") from e
 
 
@@ -129,7 +129,7 @@ def _load(how: LoadRequest, config: Any, model_class: Any) -> Any:
             model = _load_weights(how.folder, config, model_class, common)
     except KeyError as e:
         # Classes look up the function of a rope by its type, and some have types of their own.
-        if e.args[0] in _rope_types(config):
+        if e.args and e.args[0] in _rope_types(config):
             raise UnsupportedModel(
                 f"{how.folder / CONFIG}: rope_type {e.args[0]!r} is unknown to its class; {ADVICE}"
             ) from e
@@ -151,7 +151,7 @@ def _load_weights(folder: Path, config: Any, model_class: Any, common: dict[str,
     except KeyError:
         raise
     except Exception as e:
-        # Files that are damaged, cut or of other shapes: as many kinds of exceptions as there are readers.
+        # Broad: files that are damaged, cut or of other shapes raise as many kinds of exceptions as there are readers.
         raise InvalidWeights(f"transformers can't load {folder}: {e.__class__.__name__}: {_first_line(e)}") from e
     # Transformers draws at random what a checkpoint lacks, and goes on.
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
