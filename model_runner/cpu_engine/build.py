@@ -199,8 +199,8 @@ def _wait_for(lock: IO[str]) -> None:
     log.info("another process is building the CPU kernels; waiting for it")
     if not lock_within(WAIT_SECONDS, lock.fileno()):
         raise BuildError(
-            f"another process has been building the CPU kernels for {WAIT_SECONDS:.0f} s; end it (fuser {lock.name} "
-            "names it), and start again"
+            f"another process has been building the CPU kernels for {WAIT_SECONDS:.0f} s (fuser {lock.name} names it); "
+            "start again when it is done, or end it if it hangs"
         )
 
 

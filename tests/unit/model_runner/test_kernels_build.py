@@ -95,7 +95,7 @@ def test_another_process_that_builds_is_not_waited_for_for_ever(
         fcntl.flock(lock, fcntl.LOCK_EX)
         message = fails(sources)
     assert "another process has been building the CPU kernels" in message
-    assert f"end it (fuser {folder / 'lock'} names it), and start again" in message
+    assert f"(fuser {folder / 'lock'} names it); start again when it is done, or end it if it hangs" in message
     assert compiler.calls == 0
     assert build.build(LEVEL, sources).is_file()
 
