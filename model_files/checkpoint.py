@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -95,28 +95,29 @@ def tensor_types(folder: Path) -> dict[str, str]:
 
     Reads headers alone. Raises ``InvalidWeights`` for a missing or damaged file.
     """
-    types: dict[str, str] = {}
-    for file in checkpoint_files(folder):
-        try:
-            with safe_open(file, framework="numpy") as tensors:
-                types |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as e:
-            raise InvalidWeights(f"{file} can't be read: {brief(e)}; download it again") from e
-    return types
+    return {name: header.get_dtype() for name, header in _headers(folder)}
 
 
 def _safetensors_sizes(folder: Path) -> Iterator[TensorSize]:
+    for name, header in _headers(folder):
+        values = math.prod(header.get_shape())
+        # Several weights a number (MXFP4; AWQ, GPTQ, INT4), beside what scales them.
+        several = {"blocks": 2 * values, "scales": 0}.get(name.rpartition("_")[2], values)
+        packed = {"qweight": 8 * values, "weight_packed": 8 * values}
+        packed |= dict.fromkeys(("qzeros", "scales", "g_idx"), 0)
+        packed |= dict.fromkeys(("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"), 0)
+        yield TensorSize(name, packed.get(name.rpartition(".")[2], several))
+
+
+def _headers(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each tensor of a folder, and the library's object that has its type and shape.
+
+    Raises ``InvalidWeights`` for a missing or damaged file.
+    """
     for file in checkpoint_files(folder):
         try:
             with safe_open(file, framework="numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
-                    values = math.prod(tensors.get_slice(name).get_shape())
-                    # Several weights a number (MXFP4; AWQ, GPTQ, INT4), beside what scales them.
-                    several = {"blocks": 2 * values, "scales": 0}.get(name.rpartition("_")[2], values)
-                    packed = {"qweight": 8 * values, "weight_packed": 8 * values}
-                    packed |= dict.fromkeys(("qzeros", "scales", "g_idx"), 0)
-                    packed |= dict.fromkeys(("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"), 0)
-                    weights = packed.get(name.rpartition(".")[2], several)
-                    yield TensorSize(name, weights)
+                    yield name, tensors.get_slice(name)
         except (SafetensorError, OSError) as e:
             raise InvalidWeights(f"{file} can't be read: {brief(e)}; download it again") from e

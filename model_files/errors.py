@@ -95,10 +95,24 @@ def reading_keys(values: KeyValues) -> Iterator[None]:
         raise unusable(key, values.get(key), brief(e)) from e
 
 
+def real(key: str, value: object) -> float:
+    """Return the number ``value`` of ``key``; raises ``UnsupportedModel`` for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise unusable(key, value, "it must be a number")
+    return float(value)
+
+
 def positive(key: str, value: float) -> float:
     """Return the ``value`` of ``key`` if it is finite and above 0; raises ``UnsupportedModel`` otherwise."""
     if not 0 < value < math.inf:
         raise UnsupportedModel(f"{key} {value} is not supported: it must be a finite number above 0")
+    return value
+
+
+def not_negative(key: str, value: float) -> float:
+    """Return the ``value`` of ``key`` if it is finite and 0 at least; raises ``UnsupportedModel`` otherwise."""
+    if not 0 <= value < math.inf:
+        raise UnsupportedModel(f"{key} {value} is not supported: it must be a finite number, 0 at least")
     return value
 
 

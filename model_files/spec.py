@@ -13,7 +13,6 @@ Does not import torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -108,10 +107,6 @@ class NormSpec:
 
     eps: float
     offset: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.eps < math.inf:
-            raise UnsupportedModel(f"rms_norm_eps {self.eps} is not supported: it must be a finite number, 0 at least")
 
 
 class QKNorm(StrEnum):

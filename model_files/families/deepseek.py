@@ -70,13 +70,13 @@ def v3_from_hf(config: HFConfig) -> ModelSpec:
     experts = replace(
         _experts(config),
         scoring=ExpertScoring.SIGMOID,
-        normalised=bool(config.get("norm_topk_prob")),
+        normalised=config.flag("norm_topk_prob", nullable=True),
         choice_bias=True,
         groups=config.integer("n_group"),
         groups_chosen=config.integer("topk_group"),
         group_score=GroupScore.TWO_LARGEST,
     )
-    pairing = Pairing.NEIGHBOURS if config.get("rope_interleave") else Pairing.HALVES
+    pairing = Pairing.NEIGHBOURS if config.flag("rope_interleave", nullable=True) else Pairing.HALVES
     spec = _from_hf(config, experts, pairing)
     return replace(spec, draft_layers=whole(config.get("num_nextn_predict_layers") or 0))
 
@@ -127,8 +127,8 @@ def _from_hf(config: HFConfig, experts: ExpertsSpec, pairing: Pairing) -> ModelS
     _expect(config, "num_key_value_heads", config.heads)
     _expect(config, "moe_layer_freq", 1)
     rope = replace(config.rope(pairing=pairing), rotary_dim=config.integer("qk_rope_head_dim"))
-    bias = bool(config.get("attention_bias"))
-    rank = None if config.get("q_lora_rank") is None else config.size("q_lora_rank")
+    bias = config.flag("attention_bias")
+    rank = None if config.get("q_lora_rank") is None else config.integer("q_lora_rank", least=1)
     nope = config.integer("qk_nope_head_dim")
     attention = MLASpec(
         heads=config.heads,
@@ -156,7 +156,7 @@ def _experts(config: HFConfig) -> ExpertsSpec:
         inner=inner,
         activation=mlp.activation,
         weight_scale=config.number("routed_scaling_factor", 1.0),
-        shared=_shared(replace(mlp, inner=inner), int(config.number("n_shared_experts", 0))),
+        shared=_shared(replace(mlp, inner=inner), config.integer("n_shared_experts")),
     )
 
 

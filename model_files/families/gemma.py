@@ -56,7 +56,7 @@ LOCAL_THETA = 10000.0
 def gemma2_from_hf(config: HFConfig) -> ModelSpec:
     """Read the config of Gemma 2. Every other layer has a sliding window, beginning with the first."""
     windows = config.windows([i % 2 == 0 for i in range(config.num_layers)])
-    attention = replace(_attention_from_hf(config), softcap=config.cap("attn_logit_softcapping"))
+    attention = replace(_attention_from_hf(config), softcap=_cap(config, "attn_logit_softcapping"))
     return _from_hf(config, [replace(attention, window=window) for window in windows], config.rope())
 
 
@@ -67,7 +67,7 @@ def gemma3_from_hf(config: HFConfig) -> ModelSpec:
     """
     norm = config.norm(offset=1.0)
     attention = replace(_attention_from_hf(config), qk_norm=QKNorm.HEAD, qk_norm_spec=norm)
-    pattern = config.size("sliding_window_pattern")
+    pattern = config.integer("sliding_window_pattern", least=1)
     slides = config.slides([(i + 1) % pattern != 0 for i in range(config.num_layers)])
     local_theta = config.positive("rope_local_base_freq", LOCAL_THETA)
     ropes = (
@@ -128,6 +128,11 @@ def _attention_from_hf(config: HFConfig) -> AttentionSpec:
     return replace(config.attention(), scale=config.positive("query_pre_attn_scalar", config.head_dim) ** -0.5)
 
 
+def _cap(config: HFConfig, key: str) -> float | None:
+    """Return the soft cap of ``key``; None if it is missing, null or 0."""
+    return None if config.get(key) is None else config.number(key, 0.0) or None
+
+
 def _from_hf(config: HFConfig, attentions: Sequence[AttentionSpec], *ropes: RopeSpec) -> ModelSpec:
     norm = config.norm(offset=1.0)
     return config.model(
@@ -136,7 +141,7 @@ def _from_hf(config: HFConfig, attentions: Sequence[AttentionSpec], *ropes: Rope
         tensors=HF_TENSORS,
         final_norm=norm,
         embedding_scale=config.integer("hidden_size") ** 0.5,
-        logit_softcap=config.cap("final_logit_softcapping"),
+        logit_softcap=_cap(config, "final_logit_softcapping"),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import gguf
 
-from ..errors import InvalidWeights, UnsupportedModel, positive, whole
+from ..errors import InvalidWeights, UnsupportedModel, not_negative, positive, whole
 from ..gguf_reader import GGUFFile
 from ..spec import (
     AttentionSpec,
@@ -94,10 +94,10 @@ class GGUFConfig:
         return positive(key, self.number(key, default))
 
     def slides(self, period: int) -> list[bool]:
-        """Return for each layer whether it has a sliding window, as llama.cpp reads it.
+        """Return for each layer whether it has a sliding window.
 
         ``attention.sliding_window_pattern`` is a list of that, or a period: only the last layer of each has no window.
-        With 0, every layer has one. ``period``: what counts if the key is missing.
+        With 0, every layer has one, as in llama.cpp. ``period``: what counts if the key is missing.
         """
         key, layers = "attention.sliding_window_pattern", self.num_layers
         pattern = self.get(key)
@@ -144,7 +144,7 @@ class GGUFConfig:
         key = "attention.layer_norm_rms_epsilon"
         if self.get(key) is None:
             raise KeyError(key)
-        return NormSpec(eps=self.number(key, 0.0))
+        return NormSpec(eps=not_negative(key, self.number(key, 0.0)))
 
     def attention(self) -> AttentionSpec:
         """Read the plain attention of a layer: one rope, no window. The file's first layer decides about biases."""
@@ -190,6 +190,7 @@ class GGUFConfig:
         name = str(self.get("rope.scaling.type") or ("none" if factor == 1.0 else "linear"))
         if name not in ROPE_TYPES:
             raise UnsupportedModel(f"rotary scaling {name!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+        original = "rope.scaling.original_context_length"
         short, long = self._factors("rope_factors_short.weight"), self._factors("rope_factors_long.weight")
         if bool(short) != bool(long):
             raise UnsupportedModel("rope_factors of short contexts alone, or of long ones, are not supported")
@@ -201,7 +202,8 @@ class GGUFConfig:
             pairing=pairing,
             type=kind,
             factor=factor,
-            original_context=int(self.positive("rope.scaling.original_context_length", context)),
+            # Nought stands for none here, too.
+            original_context=int(positive(original, self.number(original, 0.0) or context)),
             beta_fast=self.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=self.number("rope.scaling.yarn_beta_slow", 1.0),
             attention_factor=self._attention_factor(kind),
@@ -233,7 +235,8 @@ class GGUFConfig:
             tensors=tensors,
             **fields,
         )
-        for key, neutral in NEUTRAL.items():
+        # Layers with a window have the rope of the others, unless the family reads one of their own.
+        for key, neutral in (NEUTRAL | {"rope.freq_base_swa": (self._meta.get("rope.freq_base"),)}).items():
             if key not in self._read and key in self._meta and self._meta[key] not in neutral:
                 raise UnsupportedModel(f"{self.family}.{key} {self._meta[key]!r} is not supported for this family")
         return spec

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import UnsupportedModel
 from ..spec import AttentionSpec, ModelSpec, Stack
 from ..tensor_names import GGUF_EXPERTS, GGUF_LAYER, HF_LLAMA
 from .llama import pre_normed
@@ -49,8 +48,8 @@ PERIOD = 2
 
 def from_hf(config: HFConfig) -> ModelSpec:
     """Read the config of a GPT-OSS model. Weights in MXFP4 are dequantised when they are loaded."""
-    config.allow_quantised("mxfp4")
-    windows = config.windows(_slides(config.num_layers))
+    _allow_mxfp4(config)
+    windows = config.windows([i % PERIOD == 0 for i in range(config.num_layers)])
     attentions = [replace(_with_sinks(config.attention()), window=window) for window in windows]
     experts = replace(config.experts(), bias=True, router_bias=True, limit=config.number("swiglu_limit", LIMIT))
     rope = config.rope(theta=THETA, scaling=SCALING)
@@ -62,18 +61,18 @@ def from_gguf(config: GGUFConfig) -> ModelSpec:
 
     YaRN's range of dimensions is not rounded, although llama.cpp rounds it.
     """
-    pattern = config.get("attention.sliding_window_pattern")
-    if pattern not in (None, PERIOD):
-        raise UnsupportedModel(f"attention.sliding_window_pattern {pattern} is not supported for this family")
     window = config.integer("attention.sliding_window")
     attention = _with_sinks(config.attention())
-    attentions = [replace(attention, window=window if slides else None) for slides in _slides(config.num_layers)]
+    attentions = [replace(attention, window=window if slides else None) for slides in config.slides(PERIOD)]
     layers = pre_normed(attentions, replace(config.experts(), limit=LIMIT), config.norm())
     return config.model(layers, replace(config.rope(), truncate=False), tensors=GGUF_TENSORS)
 
 
-def _slides(layers: int) -> list[bool]:
-    return [i % PERIOD == 0 for i in range(layers)]
+def _allow_mxfp4(config: HFConfig) -> None:
+    """Mark ``quantization_config`` as read if it is MXFP4, which the loader dequantises."""
+    quantised = config.raw.get("quantization_config")
+    if isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4":
+        config.get("quantization_config")
 
 
 def _with_sinks(attention: AttentionSpec) -> AttentionSpec:

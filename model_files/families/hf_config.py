@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import UnsupportedModel, whole
+from ..errors import UnsupportedModel, not_negative, whole
 from ..packing import read_packing
 from ..spec import Activation, AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 from .hf_rope import read_rope, stretched_context
@@ -18,6 +18,10 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
 }
+NO_ATTENTION_BIAS = frozenset({"mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"})
+"""Families that have no ``attention_bias`` in transformers, so that a null changes nothing."""
+MLP_BIAS = frozenset({"llama", "deepseek_v2", "granite", "smollm3"})
+"""Families that have ``mlp_bias`` in transformers; in others a null changes nothing."""
 CLAMPED_GAIN = 1.702
 """Gain of the sigmoid in the network of ``ExpertsSpec.limit``."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -46,11 +50,12 @@ class HFConfig(HFValues):
 
     def norm(self, offset: float = 0.0) -> NormSpec:
         """Read the norm that all layers use. ``offset``: what the family adds to the weights of its norms."""
-        return NormSpec(eps=self.number("rms_norm_eps", 1e-6), offset=offset)
+        key = "rms_norm_eps"
+        return NormSpec(eps=not_negative(key, self.number(key, 1e-6)), offset=offset)
 
     def attention(self) -> AttentionSpec:
         """Read the plain attention of a layer: one rope, no window. ``attention_bias`` is for all projections."""
-        bias = bool(self.get("attention_bias"))
+        bias = self.flag("attention_bias", nullable=self.family in NO_ATTENTION_BIAS)
         return AttentionSpec(
             heads=self.heads,
             kv_heads=whole(self.get("num_key_value_heads") or self.heads),
@@ -73,7 +78,7 @@ class HFConfig(HFValues):
         return MLPSpec(
             inner=self.integer("intermediate_size"),
             activation=self.activation(activation),
-            bias=bool(self.get("mlp_bias")),
+            bias=self.flag("mlp_bias", nullable=self.family not in MLP_BIAS),
         )
 
     def experts(self, inner: str = "intermediate_size") -> ExpertsSpec:
@@ -145,17 +150,11 @@ class HFConfig(HFValues):
             layers=tuple(layers),
             ropes=ropes,
             context_length=stretched_context(self.integer("max_position_embeddings"), ropes),
-            tied_head=bool(self.get("tie_word_embeddings")),
+            tied_head=self.flag("tie_word_embeddings"),
             **{"final_norm": self.norm(), **fields},
         )
         self._refuse_unread()
         return spec
-
-    def allow_quantised(self, method: str) -> None:
-        """Allow weights that are quantised by ``method``, because the family's loader reads them."""
-        quantised = self.raw.get("quantization_config")
-        if isinstance(quantised, dict) and quantised.get("quant_method") == method:
-            self.read.add("quantization_config")
 
     def _refuse_unread(self) -> None:
         quantised = self.raw.get("quantization_config")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import UnsupportedModel, positive, unusable
+from ..errors import UnsupportedModel, positive, real, unusable
 from ..spec import Pairing, RopeSpec, RopeType
 from .hf_values import HFValues
 
@@ -48,8 +48,8 @@ def read_rope(
         raise UnsupportedModel(f"rotary scaling {name!r} is not supported; supported are {', '.join(RopeType)}")
     share = _rotated_share(config, params, partial)
     outer = config.get("rope_theta") if layer_type in (None, "full_attention") else None
-    base = rope_number({"rope_theta": outer}, "rope_theta", theta)
-    base = positive("rope_theta", rope_number(params, "rope_theta", base))
+    outer_theta = theta if outer is None else real("rope_theta", outer)
+    base = positive("rope_theta", rope_number(params, "rope_theta", outer_theta))
     rope = RopeSpec(rotary_dim=_rotary_dim(config, share), theta=base, pairing=pairing)
     if layer_type is None:
         _refuse_lost(config, rope_theta=rope.theta, partial_rotary_factor=share)
@@ -94,11 +94,7 @@ def rope_number(params: Mapping[str, Any], key: str, default: float) -> float:
     Raises ``UnsupportedModel``, with the key's name, for what is no number.
     """
     value = params.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise unusable(key, value, "it must be a number")
-    return float(value)
+    return default if value is None else real(key, value)
 
 
 def _refuse_lost(config: HFValues, **kept: float) -> None:
@@ -124,7 +120,8 @@ def _rotated_share(config: HFValues, params: Mapping[str, Any], partial: float |
             raise UnsupportedModel(f"{key} {given} is not supported for a {config.family!r} model")
         return 1.0
     # Some files have it in both places; the newer one counts.
-    return rope_number(params, key, rope_number({key: config.get(key)}, key, partial))
+    older = config.get(key)
+    return rope_number(params, key, partial if older is None else real(key, older))
 
 
 def _rotary_dim(config: HFValues, share: float) -> int:
@@ -154,8 +151,8 @@ def _scaled(
         type=kind,
         factor=factor,
         original_context=original,
-        low_freq_factor=_needed(params, "low_freq_factor") if kind == RopeType.LLAMA3 else 1.0,
-        high_freq_factor=_needed(params, "high_freq_factor") if kind == RopeType.LLAMA3 else 4.0,
+        low_freq_factor=real("low_freq_factor", params["low_freq_factor"]) if kind == RopeType.LLAMA3 else 1.0,
+        high_freq_factor=real("high_freq_factor", params["high_freq_factor"]) if kind == RopeType.LLAMA3 else 4.0,
         beta_fast=positive("beta_fast", rope_number(params, "beta_fast", 0.0) or 32.0),
         beta_slow=positive("beta_slow", rope_number(params, "beta_slow", 0.0) or 1.0),
         truncate=bool(params.get("truncate", True)),
@@ -165,11 +162,6 @@ def _scaled(
     )
 
 
-def _needed(params: Mapping[str, Any], key: str) -> float:
-    """Return the number of ``key`` in a rope's parameters; raises ``KeyError`` if it is missing."""
-    return rope_number({key: params[key]}, key, math.nan)
-
-
 def _factors(params: Mapping[str, Any], key: str, kind: RopeType) -> tuple[float, ...]:
     """Return longrope's factors of ``key``; none for other types. Raises ``KeyError`` if they are missing."""
     if kind != RopeType.LONGROPE:
@@ -177,7 +169,7 @@ def _factors(params: Mapping[str, Any], key: str, kind: RopeType) -> tuple[float
     factors = params[key]
     if not isinstance(factors, list):
         raise unusable(key, factors, "it must be a list")
-    return tuple(positive(key, rope_number({key: factor}, key, math.nan)) for factor in factors)
+    return tuple(positive(key, real(key, factor)) for factor in factors)
 
 
 def _attention_factor(params: Mapping[str, Any], kind: RopeType, factor: float, original: int) -> float | None:

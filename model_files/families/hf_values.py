@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import UnsupportedModel, positive, unusable, whole
+from ..errors import UnsupportedModel, positive, real, unusable, whole
 from ..spec import checked_layers
 
 
@@ -28,29 +28,38 @@ class HFValues:
         self.last_key = key
         return self.raw.get(key)
 
-    def integer(self, key: str) -> int:
+    def flag(self, key: str, *, nullable: bool = False) -> bool:
+        """Return the truth value of ``key``, False if it is missing, and mark the key as read.
+
+        ``nullable``: a null is False, as in the family's class in transformers. Raises ``UnsupportedModel`` for other
+        values, and for a null otherwise.
+        """
+        self.get(key)
+        value = self.raw.get(key, False)
+        if isinstance(value, bool) or (value is None and nullable):
+            return bool(value)
+        raise unusable(key, value, "it must be true or false")
+
+    def integer(self, key: str, *, least: int | None = None) -> int:
         """Return the integer of ``key`` from the config, else from the family's defaults, and mark the key as read.
 
         Raises ``KeyError`` if both lack it. Raises ``TypeError`` or ``ValueError`` if the value is no whole number.
+        Raises ``UnsupportedModel`` if it is below ``least``.
         """
         self.read.add(key)
         self.last_key = key
-        return whole(self.raw[key])
-
-    def size(self, key: str) -> int:
-        """Return the integer of ``key``, as ``integer`` does. Raises ``UnsupportedModel`` if it is below 1."""
-        value = self.integer(key)
-        if value < 1:
-            raise UnsupportedModel(f"{key} {value} is not supported: it must be 1 at least")
+        value = whole(self.raw[key])
+        if least is not None and value < least:
+            raise UnsupportedModel(f"{key} {value} is not supported: it must be {least} at least")
         return value
 
     def number(self, key: str, default: float) -> float:
         """Return the value of ``key``, ``default`` if it is missing, and mark the key as read.
 
-        Raises ``TypeError`` for a null, as transformers' classes do.
+        Raises ``UnsupportedModel`` for a null, as transformers' classes do, and for what is no number.
         """
         self.get(key)
-        return float(self.raw.get(key, default))
+        return real(key, self.raw.get(key, default))
 
     def positive(self, key: str, default: float) -> float:
         """Return the finite value above 0 of ``key``, ``default`` if it is missing, and mark the key as read.
@@ -68,10 +77,6 @@ class HFValues:
         if not isinstance(value, list | tuple | None):
             raise unusable(key, value, "it must be a list")
         return list(value or ())
-
-    def cap(self, key: str) -> float | None:
-        """Return the soft cap of ``key``; None if it is missing, null or 0. Mark the key as read."""
-        return float(self.get(key) or 0.0) or None
 
     @property
     def family(self) -> str:

@@ -45,7 +45,7 @@ def qwen3_from_gguf(config: GGUFConfig) -> ModelSpec:
 def _from_hf(config: HFConfig, attention: AttentionSpec) -> ModelSpec:
     first = config.integer("max_window_layers")
     # The window is always written; this key says whether it is meant.
-    is_meant = bool(config.get("use_sliding_window"))
+    is_meant = config.flag("use_sliding_window")
     windows = config.windows([i >= first for i in range(config.num_layers)], are_used=is_meant)
     attentions = [replace(attention, window=window) for window in windows]
     return config.model(pre_normed(attentions, config.mlp(), config.norm()), config.rope(), tensors=HF_LLAMA)

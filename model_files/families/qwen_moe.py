@@ -38,7 +38,7 @@ def qwen2_from_hf(config: HFConfig) -> ModelSpec:
 
     If windows are enabled and ``layer_types`` is missing, every other layer below ``max_window_layers`` has one.
     """
-    attention = replace(config.attention(), qkv_bias=bool(config.get("qkv_bias")), o_bias=False)
+    attention = replace(config.attention(), qkv_bias=config.flag("qkv_bias"), o_bias=False)
     first = config.integer("max_window_layers")
     slides = [i % 2 == 0 and i < first for i in range(config.num_layers)]
     windows = config.windows(slides, are_used=_uses_windows(config))
@@ -72,11 +72,11 @@ def qwen3_from_gguf(config: GGUFConfig) -> ModelSpec:
 
 def _uses_windows(config: HFConfig) -> bool:
     # The window is always written; this key says whether it is meant.
-    return bool(config.get("use_sliding_window"))
+    return config.flag("use_sliding_window")
 
 
 def _experts(config: HFConfig) -> ExpertsSpec:
-    return replace(config.experts("moe_intermediate_size"), normalised=bool(config.get("norm_topk_prob")))
+    return replace(config.experts("moe_intermediate_size"), normalised=config.flag("norm_topk_prob"))
 
 
 def _layers(
@@ -87,7 +87,7 @@ def _layers(
     The others, and those that ``mlp_only_layers`` lists, counted from 0, have an MLP.
     """
     layers = pre_normed([replace(attention, window=window) for window in windows], experts, config.norm())
-    step, without = config.size("decoder_sparse_step"), config.sequence("mlp_only_layers")
+    step, without = config.integer("decoder_sparse_step", least=1), config.sequence("mlp_only_layers")
     is_dense = [i in without or (i + 1) % step != 0 for i in range(config.num_layers)]
     if not any(is_dense):
         return layers

@@ -81,10 +81,12 @@ def spec_from_hf(raw: Mapping[str, Any]) -> ModelSpec:
         text = raw["text_config"]
         if not isinstance(text, dict):
             raise unusable("text_config", text, "it must be an object")
+        tied = raw.get("tie_word_embeddings", True)
         # These belong to the whole model. What its text_config says of the head does not count.
         whole = {
             "quantization_config": raw.get("quantization_config") or text.get("quantization_config"),
-            "tie_word_embeddings": raw.get("tie_word_embeddings", True),
+            # A null is allowed here, and means false.
+            "tie_word_embeddings": False if tied is None else tied,
         }
         raw = {**text, **whole, "model_type": name}
     if name not in HF:

@@ -25,12 +25,12 @@ def from_hf(config: HFConfig) -> ModelSpec:
     ``layer_types`` may say otherwise.
     No layer has a window unless the config sets ``use_sliding_window``.
     """
-    interval, ropes = config.size("no_rope_layer_interval"), config.sequence("no_rope_layers")
+    interval, ropes = config.integer("no_rope_layer_interval", least=1), config.sequence("no_rope_layers")
     if config.get("no_rope_layers") is None:
         ropes = [(i + 1) % interval != 0 for i in range(config.num_layers)]
     if len(ropes) < config.num_layers:
         raise UnsupportedModel(f"no_rope_layers names {len(ropes)} of {config.num_layers} layers")
-    is_meant = bool(config.get("use_sliding_window"))
+    is_meant = config.flag("use_sliding_window")
     windows = config.windows([not has_rope for has_rope in ropes], are_used=is_meant)
     attentions = [
         replace(config.attention(), rope=0 if has_rope else None, window=window)

@@ -140,7 +140,7 @@ IN_GGUF: dict[str, Ask] = {
     "another architecture": architecture("mamba"),
     "experts in a dense family": metadata("expert_count", 8, "qwen2"),
     "experts that are chosen by a sigmoid, in a Mixtral": metadata("expert_gating_func", 2, "mixtral"),
-    "windows in other layers of a GPT-OSS": metadata("attention.sliding_window_pattern", 3, "gpt-oss"),
+    "windows in some layers of a Llama": metadata("attention.sliding_window_pattern", 3),
     "capped scores in a Llama": metadata("attn_logit_softcapping", 5.0),
     "scales in a Llama": metadata("residual_scale", 0.5),
     "tokens that see later ones": metadata("attention.causal", False),

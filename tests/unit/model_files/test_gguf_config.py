@@ -25,15 +25,14 @@ SHAPE = {
     EPSILON: 1e-5,
 }
 WINDOW = {"attention.sliding_window": 16}
+EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16}
 LATENT = {
     "attention.head_count_kv": 4,
     "attention.key_length": 24,
     "attention.value_length": 16,
     "attention.kv_lora_rank": 32,
     "rope.dimension_count": 8,
-    "expert_feed_forward_length": 16,
-    "expert_count": 4,
-    "expert_used_count": 2,
+    **EXPERTS,
     "expert_shared_count": 1,
 }
 
@@ -62,10 +61,15 @@ def read(family: str, **fields: Any) -> ModelSpec:
         ("gemma3", 1, [False] * 12),
         ("gemma3", 0, [True] * 12),
         ("gemma3", [False, True] * 6, [False, True] * 6),
+        ("gpt-oss", None, [True, False] * 6),
+        ("gpt-oss", 3, [True, True, False] * 4),
     ],
 )
 def test_the_pattern_says_which_layers_have_a_window(family: str, pattern: object, slides: list[bool]) -> None:
-    attentions = [layer.attention for layer in read(family, **WINDOW, **{PATTERN: pattern}).layers]
+    attentions = [
+        layer.attention
+        for layer in read(family, **(EXPERTS if family == "gpt-oss" else {}), **WINDOW, **{PATTERN: pattern}).layers
+    ]
     assert [attention.window for attention in attentions] == [16 if has else None for has in slides]
     if family == "gemma3":
         assert [attention.rope for attention in attentions] == [int(has) for has in slides]
@@ -84,7 +88,8 @@ def test_the_pattern_says_which_layers_have_a_window(family: str, pattern: objec
         ("llama", {"router_logit_softcapping": 30.0}, "llama.router_logit_softcapping 30.0"),
         ("llama", {EPSILON: None}, f"it lacks '{EPSILON}'"),
         ("deepseek2", LATENT | {EPSILON: None, "attention.layer_norm_epsilon": 0.1}, f"it lacks '{EPSILON}'"),
-        ("llama", {EPSILON: -1.0}, "rms_norm_eps -1.0"),
+        ("llama", {EPSILON: -1.0}, f"{EPSILON} -1.0"),
+        ("gpt-oss", EXPERTS | WINDOW | {"rope.freq_base_swa": 500.0}, "gpt-oss.rope.freq_base_swa 500.0"),
         ("llama", {"rope.freq_base": -5.0}, "rope.freq_base -5.0"),
         ("llama", {"rope.scaling.factor": -2.0}, "rope.scaling.factor -2.0"),
         ("gemma3", WINDOW | {"rope.freq_base_swa": 0.0}, "rope.freq_base_swa 0.0"),
@@ -95,6 +100,16 @@ def test_what_would_change_the_computation_is_refused_by_name(family: str, field
         read(family, **fields)
     assert str(refused.value).startswith(str(FILE))
     assert message in str(refused.value)
+
+
+def test_an_original_context_of_none_is_the_context() -> None:
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 0}
+    assert read("llama", **yarn).ropes[0].original_context == 256
+
+
+def test_layers_with_a_window_may_state_the_rope_of_the_others() -> None:
+    both = {"rope.freq_base": 500.0, "rope.freq_base_swa": 500.0}
+    assert read("gpt-oss", **EXPERTS, **WINDOW, **both).ropes[0].theta == 500.0
 
 
 def test_a_deepseek_without_a_temperature_is_read() -> None:

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from support.families import make_config
 
 from pdserve.model_files.context_length import choose_context_length, with_context, without_idle_windows
 from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_files.model_path import ModelSource
-from pdserve.model_files.spec import ModelSpec, QKNorm, RopeSpec, RopeType
+from pdserve.model_files.spec import ModelSpec, Pairing, QKNorm, RopeSpec, RopeType
 from pdserve.model_files.spec_reader import read_spec
 
 BASE = {
@@ -99,6 +100,16 @@ LONGROPE = YARN | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_fac
         ({"hidden_act": None}, "hidden_act None is not supported"),
         ({"hidden_act": ""}, "hidden_act '' is not supported"),
         ({"rms_norm_eps": None}, "rms_norm_eps None can't be used"),
+        ({"rms_norm_eps": True}, "rms_norm_eps True can't be used: it must be a number"),
+        ({"attention_bias": None}, "attention_bias None can't be used: it must be true or false"),
+        ({"mlp_bias": None}, "mlp_bias None can't be used"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings None can't be used"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false' can't be used"),
+        ({"model_type": "glm4", "attention_bias": None}, "attention_bias None can't be used"),
+        ({"model_type": "qwen2", "use_sliding_window": None}, "use_sliding_window None can't be used"),
+        ({"model_type": "smollm3", "use_sliding_window": None}, "use_sliding_window None can't be used"),
+        ({"model_type": "qwen2_moe", "num_experts": 8, "qkv_bias": None}, "qkv_bias None can't be used"),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": None}, "norm_topk_prob None can't be used"),
         ({"rms_norm_eps": -1.0}, r"rms_norm_eps -1\.0 is not supported"),
         (GEMMA3 | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar None can't be used"),
         ({"model_type": "granite", "attention_multiplier": None}, "attention_multiplier None can't be used"),
@@ -136,6 +147,24 @@ LONGROPE = YARN | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_fac
 def test_a_value_out_of_bounds_is_refused_by_its_key(tmp_path: Path, fields: dict[str, object], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"config\.json: {message}"):
         read(tmp_path, **fields)
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3"])
+def test_a_null_of_a_bias_that_the_family_does_not_know_changes_nothing(tmp_path: Path, family: str) -> None:
+    experts = {"mixtral": {"num_local_experts": 4}, "qwen2_moe": {"num_experts": 4}}
+    fields = {"model_type": family, **experts.get(family, {})}
+    nulls = {"mlp_bias": None} if family == "qwen3" else {"mlp_bias": None, "attention_bias": None}
+    assert read(tmp_path, **fields, **nulls) == read(tmp_path, **fields)
+
+
+def test_nulls_that_the_classes_of_deepseek_and_gemma_allow_are_false(tmp_path: Path) -> None:
+    deepseek = make_config("deepseek-v3").to_dict()
+    spec = read(tmp_path, **deepseek | {"norm_topk_prob": None, "rope_interleave": None})
+    assert not spec.layers[-1].mlp.normalised
+    assert spec.ropes[0].pairing is Pairing.HALVES
+    gemma = {"model_type": "gemma3", "text_config": BASE | GEMMA3}
+    assert read(tmp_path, **gemma).tied_head
+    assert not read(tmp_path, **gemma, tie_word_embeddings=None).tied_head
 
 
 def test_a_window_that_is_not_in_use_may_be_of_no_size(tmp_path: Path) -> None:
