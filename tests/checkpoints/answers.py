@@ -55,13 +55,14 @@ class Tokens(NamedTuple):
 
 class Texts(NamedTuple):
     """``ids`` of each text, with and without what the tokenizer adds. ``shown``: the texts of these ids without special
-    tokens. ``named``: the named tokens. ``ends``: ids that end a text.
+    tokens. ``named``: the named tokens. ``ends``: ids that end a text. ``template``: the chat template, or None.
     """
 
     ids: list[list[int]]
     shown: list[str]
     named: dict[str, str]
     ends: set[int]
+    template: str | None = None
 
 
 def prompts(lengths: Sequence[int]) -> list[list[int]]:
@@ -123,7 +124,11 @@ def our_texts(path: Path, texts: Sequence[str] = TEXTS) -> Texts:
     tokenizer = load_tokenizer(ServerOptions(model_path=str(path)))
     ids = [tokenizer.encode_batch([text], add_special_tokens=adds)[0] for text in texts for adds in (True, False)]
     shown = [tokenizer.decode(found, skip_special_tokens=True) for found in ids]
-    return Texts(ids, shown, dict(tokenizer.special_tokens), set(tokenizer.eos_ids))
+    templates = tokenizer.chat_template
+    return Texts(
+        *(ids, shown, dict(tokenizer.special_tokens), set(tokenizer.eos_ids)),
+        template=None if templates is None else templates.default,
+    )
 
 
 def their_texts(folder: Path) -> Texts:
@@ -141,7 +146,8 @@ def their_texts(folder: Path) -> Texts:
         ids, shown = _ids_and_texts(tokenizer, TEXTS)
     ends = _ends(folder, CONFIG) | _ends(folder, GENERATION) | {tokenizer.eos_token_id}
     assert generation <= ends
-    return Texts(ids, shown, dict(tokenizer.special_tokens_map), {end for end in ends if end is not None})
+    ends -= {None}
+    return Texts(ids, shown, dict(tokenizer.special_tokens_map), ends, tokenizer.chat_template)
 
 
 def their_gguf_texts(path: Path) -> Texts:
@@ -156,7 +162,7 @@ def their_gguf_texts(path: Path) -> Texts:
         ids, shown = _ids_and_texts(tokenizer, GGUF_TEXTS)
     # Gemma's class has a mask whatever the file says.
     named = {name: token for name, token in tokenizer.special_tokens_map.items() if name != "mask_token"}
-    return Texts(ids, shown, named, {end for end in (tokenizer.eos_token_id,) if end is not None})
+    return Texts(ids, shown, named, {tokenizer.eos_token_id} - {None}, tokenizer.chat_template)
 
 
 def _ids_and_texts(tokenizer: Any, texts: Sequence[str]) -> tuple[list[list[int]], list[str]]:

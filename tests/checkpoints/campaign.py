@@ -17,6 +17,7 @@ from .rope_statements import rope_variants
 from .sampling_statements import sampling_variants
 from .sentencepiece_statements import sentencepiece_variants
 from .token_statements import token_variants
+from .value_statements import value_variants
 from .variant import Variant
 
 AnyVariant = Variant | GGUFVariant
@@ -34,6 +35,7 @@ def all_variants() -> list[AnyVariant]:
             sampling_variants(),
             gguf_variants(),
             sentencepiece_variants(),
+            value_variants(),
         )
     )
 

@@ -36,11 +36,6 @@ EXEMPTIONS = (
         "transformers' own default rope_type hides the older key type, and with it what the file asks for",
     ),
     Exemption(
-        "tie_word_embeddings null",
-        "transformers fails: StrictDataclassFieldValidationError",
-        "a null is taken as false, and an untied head must be in the files",
-    ),
-    Exemption(
         "an index without metadata", "transformers fails: KeyError: 'metadata'", "nothing needs an index's metadata"
     ),
     Exemption(

@@ -145,6 +145,7 @@ LINEAR = with_rope(rope_type="linear", factor=4.0)
 YARN = with_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 SCALING = "rope.scaling"
 Case = tuple[Edit, str | None]
+EPSILON, PATTERN = "attention.layer_norm_rms_epsilon", "attention.sliding_window_pattern"
 SERVED: dict[str, tuple[Edit, Callable[[str], torch.nn.Module]]] = {
     "as it is": (lambda _: None, make_model),
     "an unknown key": (lambda p: p.metadata.update({"general.spice": "x"}), make_model),
@@ -167,6 +168,16 @@ SERVED: dict[str, tuple[Edit, Callable[[str], torch.nn.Module]]] = {
             key(f"{SCALING}.original_context_length", 64),
         ),
         YARN,
+    ),
+    "a yarn of no original context": (
+        each(
+            key(f"{SCALING}.type", "yarn"), key(f"{SCALING}.factor", 4.0), key(f"{SCALING}.original_context_length", 0)
+        ),
+        with_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=256),
+    ),
+    "scales of none": (
+        each(key("attention.temperature_scale", 0.0), key("attention.output_scale", 1.0), key(PATTERN, 0)),
+        make_model,
     ),
     "frequencies of ones": (_new_tensor("rope_freqs.weight", np.ones(4)), make_model),
 }
@@ -192,6 +203,13 @@ REFUSED: dict[str, Case] = {
     "frequencies of another number": (_new_tensor("rope_freqs.weight", np.ones(3)), "frequencies"),
     "experts in a plain model": (key("expert_count", 8), "expert"),
     "capped scores": (key("attn_logit_softcapping", 5.0), "attn_logit_softcapping"),
+    "a scale by position": (key("attention.temperature_scale", 0.1), "attention.temperature_scale"),
+    "scaled outputs of attention": (key("attention.output_scale", 0.5), "attention.output_scale"),
+    "a pattern of windows": (key(PATTERN, 2), PATTERN),
+    "no epsilon": (key(EPSILON, None), EPSILON),
+    "an epsilon below 0": (key(EPSILON, -1e-5), EPSILON),
+    "a base of 0": (key("rope.freq_base", 0.0), "rope.freq_base"),
+    "a factor below 0": (key(f"{SCALING}.factor", -2.0), f"{SCALING}.factor"),
     "more tokens than embeddings": (_tokens(lambda t: [*t, *(f"more{i}" for i in range(20))]), "lists 287 tokens"),
     "many more tokens": (_tokens(lambda t: [*t, *(f"more{i}" for i in range(2000))]), "lists 2267 tokens"),
     "no matrix of queries": (_tensor("blk.0.attn_q.weight", None), "q_proj"),
@@ -247,6 +265,30 @@ TOKENS: dict[str, Case] = {
 }
 
 
+def with_layers(*types: str) -> Callable[[str], torch.nn.Module]:
+    """Return what makes a base's model with other ``layer_types``."""
+
+    def make(base: str) -> torch.nn.Module:
+        model = make_model(base)
+        config = copy.deepcopy(model.config)
+        config.layer_types = [f"{kind}_attention" for kind in types]
+        other = type(model)(config)
+        other.load_state_dict(model.state_dict())
+        return other.eval()
+
+    return make
+
+
+WINDOWS: dict[str, tuple[Edit, Callable[[str], torch.nn.Module]]] = {
+    "the family's": (lambda _: None, make_model),
+    "the same": (key(PATTERN, 2), make_model),
+    "another": (key(PATTERN, 1), with_layers("full", "full")),
+    "0": (key(PATTERN, 0), with_layers("sliding", "sliding")),
+    "a list": (key(PATTERN, [False, True]), with_layers("full", "sliding")),
+}
+"""Patterns of windows in a GPT-OSS."""
+
+
 def _without_bos(texts: Texts) -> Texts:
     pairs = [ids for plain in texts.ids[1::2] for ids in (plain, plain)]
     shown = [text for plain in texts.shown[1::2] for text in (plain, plain)]
@@ -260,6 +302,8 @@ def gguf_variants() -> Iterator[GGUFVariant]:
             yield GGUFVariant(f"{base}, GGUF: {name}", base, edit, reference=reference)
         for name, (edit, refusal) in REFUSED.items():
             yield GGUFVariant(f"{base}, GGUF: {name}", base, edit, refusal=refusal)
+    for name, (edit, reference) in WINDOWS.items():
+        yield GGUFVariant(f"gpt_oss, GGUF: windows, pattern {name}", "gpt_oss", edit, reference=reference)
     head = _tensor("output.weight", None)
     yield GGUFVariant("llama, GGUF: no head", "llama", head, reference=with_tied_head)
     table = lambda p: p.tensors.update({"output.weight": p.tensors["token_embd.weight"]})  # noqa: E731

@@ -33,6 +33,8 @@ from .gguf_statements import GGUFVariant
 from .variant import GGUF_TEXT, MODEL, SAMPLING, TEXT, Variant
 
 ATOL = 1e-3
+REFERENCE = "reference"
+"""Folder of the checkpoint that transformers reads, within that of a variant that it can't read."""
 NAMED = re.compile(r"[\w.-]+\.(?:json|safetensors|gguf)\b|[a-z]+(?:_[a-z]+)+|'[\w.-]+'")
 """A file, a key or a tensor in the message of a refusal."""
 
@@ -56,9 +58,11 @@ class Outcome(NamedTuple):
 
 def judge(variant: Variant, folder: Path, bases: Path) -> Outcome:
     """Write the variant into ``folder`` and compare. ``bases``: a folder for the unchanged checkpoints."""
-    checkpoint = make_base(variant.base, bases / variant.base).copy()
-    variant.change(checkpoint)
-    checkpoint.write(folder)
+    for change, place in ((variant.change, folder), (variant.reference, folder / REFERENCE)):
+        if change is not None:
+            checkpoint = make_base(variant.base, bases / variant.base).copy()
+            change(checkpoint)
+            checkpoint.write(place)
     try:
         difference = COMPARE[variant.side](variant, folder)
     except REFUSALS as e:
@@ -91,11 +95,16 @@ def _refused(variant: Variant, message: str, folder: Path) -> Outcome:
     """Return the outcome of a refusal; what transformers serves may only be refused on purpose."""
     if variant.refusal is None and not is_on_purpose(message):
         try:
-            REFERENCES[variant.side](folder)
+            REFERENCES[variant.side](_reference(variant, folder))
         except ReferenceFailed:
             return _named(variant, message)
         return Outcome(variant, Verdict.FAILED, f"transformers serves it: {message}")
     return _named(variant, message)
+
+
+def _reference(variant: Variant, folder: Path) -> Path:
+    """Return the folder of the checkpoint that transformers reads."""
+    return folder if variant.reference is None else folder / REFERENCE
 
 
 def _compare_tokens(variant: Variant, folder: Path) -> str:
@@ -103,7 +112,8 @@ def _compare_tokens(variant: Variant, folder: Path) -> str:
     if variant.refusal is not None:
         return ""
     try:
-        return difference_of_tokens(load_reference(folder), variant, ours) or _compare_texts(variant, folder)
+        model = load_reference(_reference(variant, folder))
+        return difference_of_tokens(model, variant, ours) or _compare_texts(variant, folder)
     except ReferenceFailed as e:
         return f"transformers fails: {e}"
 
@@ -181,6 +191,8 @@ def judge_gguf(variant: GGUFVariant, folder: Path, bases: Path) -> Outcome:
             make_base(variant.base, bases / variant.base).write(folder / "base")
             difference = difference_of_texts(our_texts(path), variant.texts(their_texts(folder / "base")))
     except REFUSALS as e:
+        if variant.refusal is None:
+            return Outcome(as_model, Verdict.FAILED, f"refused, and the file must be served: {e}")
         return _named(as_model, str(e))
     except Exception as e:  # noqa: BLE001 - as above
         difference = f"pdserve fails: {e.__class__.__name__}: {e}"

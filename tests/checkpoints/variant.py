@@ -17,7 +17,8 @@ class Variant(NamedTuple):
     (``TEXT``) or sampling defaults (``SAMPLING``).
 
     ``lengths``: lengths of the prompts, in tokens. ``context``: the ``--context-length``, or None. ``refusal``: what
-    the message of the refusal must contain; None: a refusal is not required.
+    the message of the refusal must contain; None: a refusal is not required. ``reference``: the change of the base that
+    transformers reads instead, of a format that it can't read here.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Variant(NamedTuple):
     lengths: tuple[int, ...] = (9, 90)
     context: int | None = None
     refusal: str | None = None
+    reference: Change | None = None
 
 
 def from_rows(

@@ -57,7 +57,8 @@ def test_other_tokens_and_other_logits_are_differences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "value"), [("ids", [[2]]), ("shown", ["b"]), ("named", {"eos_token": "x"}), ("ends", {2})]
+    ("part", "value"),
+    [("ids", [[2]]), ("shown", ["b"]), ("named", {"eos_token": "x"}), ("ends", {2}), ("template", "x")],
 )
 def test_every_part_of_texts_is_compared(part: str, value: object) -> None:
     texts = Texts([[1]], ["a"], {}, {1})
