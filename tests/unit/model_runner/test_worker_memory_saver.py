@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from pdserve.messages.memory import MemoryUse, ReleaseMemory, ResumeMemory, Trim
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, RowInit, StepResult
 from pdserve.model_files.errors import InvalidWeights
+from pdserve.model_runner import memory_saver
 from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.engines.memory_table import full_requests, memory_use, table
 from pdserve.model_runner.kv.layout import KVShape, make_layout
@@ -39,6 +41,19 @@ PAGE = 16
 PROMPT = [(7 * i) % 90 + 3 for i in range(50)]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def all_objects() -> None:
+    """Collect what the product collects."""
+
+
+@pytest.fixture(autouse=True)
+def few_objects(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collect the objects of this file alone, not those of all imported modules, which takes a second each time."""
+    if "all_objects" not in request.fixturenames:
+        monkeypatch.setattr(gc, "unfreeze", lambda: None)
+        monkeypatch.setattr(memory_saver, "freeze", gc.collect)
 
 
 class Rig:
@@ -92,6 +107,8 @@ def test_what_comes_back_answers_as_before(tmp_path: Path, backend: str, tags: l
     assert rig.answer(first_page=4) == before
 
 
+@pytest.mark.sample(2)
+@pytest.mark.usefixtures("all_objects")
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("transfer", ["tcp", "shm"])
 def test_memory_goes_back_to_the_system(tmp_path: Path, backend: str, transfer: str) -> None:
