@@ -54,7 +54,7 @@ run: $(STAMP) ## the same cluster on port 8000 (PORT=…), until Ctrl-C
 	@exec $(BIN)/pdserve up --port $(PORT)
 
 test: $(STAMP) ## run the tests, WORKERS=3 files at a time; QUARTER=0 to 3: with that quarter of the slow ones
-	@$(QUIETLY) $(BIN)/python -P -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	@$(QUIETLY) $(if $(QUARTER),PDSERVE_EXAMPLES=all) $(BIN)/python -P -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	  $(if $(QUARTER),--slow-quarter $(QUARTER),-m 'not slow') $(TESTS)
 
 test-slow: $(STAMP) ## run the tests that take too long for every change: perplexity, the kernels' lower levels, simulated worlds, the rest of large grids
@@ -67,7 +67,7 @@ mutants: $(STAMP) ## draw mutants of the product's Python code and say which no 
 	@PYTHONPATH=tests $(BIN)/python -P -m mutants $(MUTANTS)
 
 test-sanitizers: $(STAMP) ## run the tests of the CPU kernels, with all their fuzzers, under AddressSanitizer, UBSan and ThreadSanitizer; SANITIZERS="threads": that part alone
-	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -P -m sanitizers $(SANITIZERS)
+	@$(QUIETLY) PDSERVE_EXAMPLES=all PYTHONPATH=tests $(BIN)/python -P -m sanitizers $(SANITIZERS)
 
 test-hostile: $(STAMP) ## send 10,000 cases of broken and hostile HTTP to a router and an instance; a sample is in make test
 	@$(QUIETLY) $(BIN)/python -P -m pytest -m slow tests/e2e/test_hostile_http.py

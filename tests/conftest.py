@@ -22,12 +22,15 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 import pytest
 from hypothesis import HealthCheck, settings
 from support import machine, sampling
+from support.examples import examples
 
 from pdserve.runtime.gc_control import uncollected
 
 # How long examples take, to make or to run, says how busy the machine is: two test files run at a time. Every test has
 # a limit of its own.
-settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "shared", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=examples(100)
+)
 settings.load_profile("shared")
 # CI judges a change, not the day's luck: there the same examples every time, elsewhere new ones.
 settings.register_profile("ci", settings.get_profile("shared"), derandomize=True)
@@ -43,7 +46,9 @@ LONGEST = [
 ]
 """Files that take longest, those of real processes and the others. If they came late, one worker would be alone with
 the last."""
-TOGETHER = dict.fromkeys(("test_abort_storm", "test_campaign", "test_strangers"), "the pair with small pools")
+TOGETHER = dict.fromkeys(
+    ("test_abort_storm", "test_campaign", "test_strangers", "test_structured_output"), "the pair with small pools"
+)
 """Files that one worker runs one after another, because they share servers that no other file uses."""
 QUARTERS = 4
 CAMPAIGN_SECONDS = 900.0

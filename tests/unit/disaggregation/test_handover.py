@@ -7,6 +7,7 @@ import random
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.sim import NO_WINDOW, SimWindow, make_generate, reference_output
 from support.sim_pair import LIMITS, SimPair, assert_all_returned, run_until_idle, until_delivered
 
@@ -192,7 +193,7 @@ def test_open_handovers_are_reported_with_their_state():
     assert pair.prefill.senders.info(pair.now) == pair.decode.receivers.info(pair.now) == []
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=examples(16), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     pool=st.sampled_from([64, 128, 256]),

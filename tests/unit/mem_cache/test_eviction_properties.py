@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.sim import make_generate, make_options
 
 from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
@@ -273,7 +274,7 @@ steps = st.lists(
 
 
 @pytest.mark.parametrize("policy", sorted(VALUE))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=steps)
 def test_evicts_what_the_policy_says(policy, steps):
     both = Both(policy)

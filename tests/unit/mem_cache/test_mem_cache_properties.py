@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from support.examples import examples
 from support.radix_nodes import findable
 
 from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
@@ -429,5 +430,5 @@ class MemCacheMachine(RuleBasedStateMachine):
 
 TestMemCache = MemCacheMachine.TestCase
 TestMemCache.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(120), stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

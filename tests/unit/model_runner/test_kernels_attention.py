@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.kv_pages import as_stored, in_order, make_pool_layout, values_of
 from torch import Tensor
 
@@ -137,7 +138,7 @@ def attend_in_float64(case: Case, layer: int = 1, rule: Rule = PLAIN) -> Tensor:
     return torch.cat(outs)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("page_size", [1, 4, 16, 48])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -171,7 +172,7 @@ def test_equals_float64_whatever_the_number_of_threads(
         st.none() | st.floats(0.5, 50.0),
     ),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_equals_float64_for_random_sizes_and_strides(
     seed: int,
     dtype: torch.dtype,
@@ -195,7 +196,7 @@ def test_equals_float64_for_random_sizes_and_strides(
     torch.testing.assert_close(out_THD.double(), attend_in_float64(case, rule=rule), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("window", [1, 2, 16, 127, 128, 129, 256, 257, 300, 10**6])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", PASSES)
@@ -219,6 +220,7 @@ def test_keys_far_behind_the_window_are_not_read(dtype: torch.dtype, threads: in
     assert torch.equal(attend(case, threads=threads, rule=rule), expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rule", [PLAIN, Rule(window=200, softcap=3.0)])
 @pytest.mark.parametrize(
     ("dtype", "q_dtype"),
@@ -257,7 +259,7 @@ def test_nan_in_a_query_stays_in_its_row_and_scores_may_be_huge() -> None:
     assert torch.equal(broken[1], clean[1])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize("group", [13, 16, 24, 32])
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -310,7 +312,7 @@ def test_store_keeps_nan_a_nan() -> None:
     st.integers(0, 40),
     st.integers(0, 1),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_store_writes_its_slots_and_leaves_their_neighbours(
     seed: int, dtype: torch.dtype, pool_dtype: torch.dtype, sizes: tuple[int, int, int, int], gap: int, layer: int
 ) -> None:

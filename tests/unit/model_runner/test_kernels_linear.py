@@ -16,6 +16,7 @@ import torch
 from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from torch import Tensor
 
 from pdserve.model_runner.cpu_engine.build import BuildError
@@ -67,7 +68,7 @@ def test_dense(n: int, k: int, dtype: torch.dtype) -> None:
     st.integers(1, 60),
     st.integers(0, 40),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_dense_of_random_sizes_and_strides(
     seed: int, dtype: torch.dtype, n: int, half_k: int, rows: int, gap: int
 ) -> None:
@@ -131,7 +132,7 @@ def test_16_bit_activations_are_nearly_exact(kind: GGMLQuantizationType) -> None
     st.integers(1, 40),
     st.integers(0, 40),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_quantised_of_random_sizes_and_strides(
     seed: int,
     dtype: torch.dtype,
@@ -300,7 +301,7 @@ def test_rms_norm(n: int, dtype: torch.dtype) -> None:
     st.integers(0, 20),
     st.sampled_from([1e-6, 1e-5, 0.1]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_rms_norm_of_random_sizes_at_any_place(seed: int, dtype: torch.dtype, n: int, gap: int, eps: float) -> None:
     """Rows one by one, from wherever they lie in a wider buffer."""
     x, weight = random_rows(seed, 4, n, gap, dtype), random_rows(seed + 1, 1, n, gap, torch.float32)[0]
@@ -323,7 +324,7 @@ def test_rope(dim: int, dtype: torch.dtype) -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from(DTYPES), st.integers(1, 160), st.integers(1, 12), st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_rope_of_random_sizes_at_any_place(seed: int, dtype: torch.dtype, half: int, heads: int, gap: int) -> None:
     x = random_rows(seed, heads, 2 * half, 0, dtype)
     angles = random_rows(seed + 1, 1, half, gap, torch.float32)[0]
@@ -356,7 +357,7 @@ def assert_exact(function: Function, x: Tensor) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @given(st.integers(0, 2**32), st.integers(1, 300), st.integers(0, 20), st.sampled_from([1e-20, 1e-3, 1.0, 30.0]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_functions_of_random_sizes_at_any_place(
     function: Function, seed: int, vectors: int, gap: int, scale: float
 ) -> None:

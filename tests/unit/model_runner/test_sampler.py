@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from support.examples import examples
 from support.sampler_reference import BORDER, make_row, reference
 
 from pdserve.messages.base import pack_i32
@@ -93,7 +94,7 @@ def rows_and_logits(draw):
 
 @both_ways
 @given(rows_and_logits())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_a_row_gets_the_reference_s_token_and_the_same_alone_as_in_any_company(way: str, case) -> None:
     logits, inits, positions = case
     together = run(way, torch.from_numpy(logits), inits, positions)
@@ -233,7 +234,7 @@ def test_pick_takes_the_last_weight_where_rounding_puts_the_target_behind_it() -
 
 
 @given(st.integers(0, 2**32), st.sampled_from([40, 3000, 3007]), st.sampled_from([1, 7, 20, 64]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_top_tokens_order_by_logit_then_id(seed: int, vocab: int, k: int) -> None:
     rng = np.random.default_rng(seed)
     # A coarse grid around zero: nearly every border is a tie, and both zeros occur.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.router.options import RouterOptions
@@ -93,7 +94,7 @@ bodies = st.dictionaries(st.one_of(fields, hostile), st.one_of(hostile, st.integ
 tickets = st.dictionaries(st.sampled_from(sorted(TICKET_OF)), st.one_of(hostile, st.integers(-1, 70000)), max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     path=st.one_of(st.sampled_from(["/generate", "/moved", "/v1/completions", "/tokenize"]), hostile.map("/{}".format)),
     method=st.sampled_from(["GET", "POST", "OPTIONS", "DELETE", "BREW"]),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.sim import make_options, make_worker_ready
 from support.sim_machine import Machine, Noise
 
@@ -55,7 +56,7 @@ def median_error(model: CostModel, curve: Machine, *, slower: float = 1.0) -> fl
     return statistics.median(abs(model.estimate(s) / (slower * curve(s)) - 1) for s in tried)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     steps=st.lists(st.tuples(shapes, st.floats(0, 1e5)), max_size=40),
     at=shapes,
@@ -75,7 +76,7 @@ def test_estimates_are_monotone_and_never_negative_whatever_was_seen(steps, at, 
         assert model.estimate(StepShape(*grown)) >= before * (1 - 1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(curve=machines, seed=st.integers(0, 2**16))
 def test_a_machine_is_known_after_some_hundreds_of_steps(curve: Machine, seed: int) -> None:
     model = CostModel()
@@ -155,7 +156,7 @@ def test_measured_steps_are_enough_for_the_first_estimates() -> None:
     assert model.estimate(million) - model.estimate(StepShape(1)) == pytest.approx(8.0, rel=0.1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(curve=machines, start=st.integers(0, 3000), most=st.integers(0, 600), share=st.floats(0.5, 4))
 def test_tokens_within_is_the_longest_piece_that_keeps_the_limit(curve, start: int, most: int, share: float) -> None:
     model = CostModel()
@@ -184,7 +185,7 @@ def test_overhead_follows_slowly_and_robustly() -> None:
     assert model.overhead_ms == pytest.approx(0.3, rel=0.15)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 8))
 def test_non_negative_least_squares_meets_its_conditions(seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)

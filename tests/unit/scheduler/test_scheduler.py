@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.machine import limit
 from support.sim import SimInstance, SimWindow, make_generate, make_options, reference_output
 
@@ -299,7 +300,7 @@ def test_lpm_prefers_what_is_cached():
     assert list(sim.ends) == ["warm", "hot", "cold"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     pool=st.sampled_from([48, 96, 256]),

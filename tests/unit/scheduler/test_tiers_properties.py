@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.examples import examples
 from support.radix_nodes import require_true_names
 from support.sim import NO_WINDOW, SimWindow, reference_output
 from support.sim_resize import ResizedTieredSim
@@ -253,7 +254,7 @@ def attack(examples: int, *, shrink: bool = True) -> None:
 
 
 def test_every_token_is_right_and_every_page_has_an_owner():
-    attack(40)
+    attack(examples(40))
 
 
 @pytest.mark.slow
