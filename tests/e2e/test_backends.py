@@ -19,7 +19,7 @@ from support.reader import Reader
 from support.scrape import Page
 
 KINDS = ("tcp", "nixl", "mooncake", "shm", "cuda_ipc")
-QUICK = ("nixl", "mooncake")
+QUICK = ("nixl",)
 """Backends that ``make test`` runs here. It runs tcp through host memory, below, and shm in most other files. The unit
 tests have cuda_ipc, over memory of the host in a GPU's part."""
 TOKENS = 24
@@ -76,7 +76,9 @@ def reference(alone):
 
 
 @pytest.mark.parametrize(
-    "kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tcp", "cuda_ipc"))], indirect=True
+    "kind",
+    [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mooncake", "tcp", "cuda_ipc"))],
+    indirect=True,
 )
 def test_tokens_are_those_of_one_instance_and_streams_outlive_their_prefill(tmp_path, tiny_args, reference, kind):
     expected, long = reference

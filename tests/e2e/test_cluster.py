@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.machine import limit
-from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_until
+from support.processes import ONE_THREAD, Launched, Pair, launched, pd_pair, wait_until
 from support.web_server import WebServer
 
 from pdserve.runtime.cluster_secret import BootstrapSignature, RouterKeys
@@ -49,7 +49,10 @@ def pair(tmp_path_factory, tiny_args, secrets):
     """The decode is about to change the secret: it uses another first."""
     ours, both = (["--cluster-secret-file", str(secrets / name)] for name in ("ours", "both"))
     tmp = tmp_path_factory.mktemp("pair")
-    with pd_pair(tmp, "tcp", *tiny_args, router_args=ours, prefill_args=both, decode_args=ours) as pair:
+    # Tests read the maps of each process. Without the flag only root may.
+    dumps = "--allow-core-dumps"
+    router_args = [dumps, *ours]
+    with pd_pair(tmp, "tcp", *tiny_args, dumps, router_args=router_args, prefill_args=both, decode_args=ours) as pair:
         yield pair
 
 
@@ -130,27 +133,35 @@ def test_an_instance_with_another_secret_gets_nowhere(pair, secrets, tmp_path, t
     assert asked(pair.router).json()["output_ids"] == expected
 
 
-def test_all_processes_of_an_instance_belong_to_its_supervisor(small_pair):
-    for server in (small_pair.prefill, small_pair.decode):
+def test_all_processes_of_an_instance_belong_to_its_supervisor(pair):
+    for server in (pair.prefill, pair.decode):
         family = server.family()
         children = {"worker", "tokenizer", "scheduler", "detokenizer", "http", "bootstrap"}
         assert family.keys() >= {*children, "supervisor"}
         assert {family[name].ppid() for name in children} == {family["supervisor"].pid}
 
 
+def test_no_process_of_a_pair_has_torch_in_memory(pair):
+    assert_no_torch(pair)
+
+
+@pytest.mark.slow
 def test_no_process_of_a_pair_of_the_default_model_has_torch_in_memory(tmp_path):
-    """The C++ engine does without, also for what is no common step: penalties, biases and log-probabilities."""
-    # Tests read the maps of each process. Without the flag only root may.
     dumps = "--allow-core-dumps"
     with pd_pair(tmp_path, "tcp", dumps, router_args=[dumps]) as pair:
-        sampling = SAMPLING | {"repetition_penalty": 1.2, "logit_bias": {"50": 1.5}, "min_new_tokens": 4}
-        answer = asked(pair.router, sampling_params=sampling, return_logprob=True, top_logprobs_num=3)
-        assert answer.status_code == 200
-        assert len(answer.json()["output_ids"]) == SAMPLING["max_new_tokens"]
-        for server, names in ((pair.prefill, {"worker", "scheduler"}), (pair.decode, {"worker"}), (pair.router, set())):
-            mapped = {name: Path(f"/proc/{p.pid}/maps").read_text() for name, p in server.family().items()}
-            assert mapped.keys() >= names | {"supervisor"}
-            assert [name for name, maps in mapped.items() if "libtorch" in maps] == []
+        assert_no_torch(pair)
+
+
+def assert_no_torch(pair: Pair) -> None:
+    """Assert that the C++ engine does without torch, also for penalties, biases and log-probabilities."""
+    sampling = SAMPLING | {"repetition_penalty": 1.2, "logit_bias": {"50": 1.5}, "min_new_tokens": 4}
+    answer = asked(pair.router, sampling_params=sampling, return_logprob=True, top_logprobs_num=3)
+    assert answer.status_code == 200
+    assert len(answer.json()["output_ids"]) == SAMPLING["max_new_tokens"]
+    for server, names in ((pair.prefill, {"worker", "scheduler"}), (pair.decode, {"worker"}), (pair.router, set())):
+        mapped = {name: Path(f"/proc/{p.pid}/maps").read_text() for name, p in server.family().items()}
+        assert mapped.keys() >= names | {"supervisor"}
+        assert [name for name, maps in mapped.items() if "libtorch" in maps] == []
 
 
 def test_a_plain_server_opens_no_port_but_its_own(alone):

@@ -56,10 +56,10 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     ("backend", "prefill", "decode"),
     [
-        ("shm", "torch", "cpu"),
+        ("shm", "cpu", "cpu"),
+        pytest.param("shm", "torch", "cpu", marks=pytest.mark.slow),
         pytest.param("tcp", "cpu", "torch", marks=pytest.mark.slow),
         pytest.param("tcp", "torch", "torch", marks=pytest.mark.slow),
-        pytest.param("shm", "cpu", "cpu", marks=pytest.mark.slow),
     ],
 )
 def test_a_pair_hands_latent_rows_over(tmp_path: Path, served: Served, backend: str, prefill: str, decode: str) -> None:

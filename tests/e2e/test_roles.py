@@ -17,7 +17,7 @@ WARM_FLIPS = 3
 FLIPS = int(os.environ.get("PDSERVE_ROLE_FLIPS", "3"))
 DRAINS = int(os.environ.get("PDSERVE_DRAINS", "1"))
 MAX_DRAINS = DRAINS + 5
-STREAMS = int(os.environ.get("PDSERVE_ROLE_STREAMS", "6"))
+STREAMS = int(os.environ.get("PDSERVE_ROLE_STREAMS", "4"))
 GENERATE = "/generate"
 ROLES = {"prefill": "decode", "decode": "prefill"}
 TOKENS = 120
@@ -161,7 +161,7 @@ def pauses_of(folder: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def scene(alone):
     """Prompts that share beginnings, and what one server answers."""
-    found = prompts(random.Random(5), 16)
+    found = prompts(random.Random(5), 10)
     return found, [alone.generate(**asked(i, p) | {"stream": False})["output_ids"] for i, p in enumerate(found)]
 
 

@@ -59,17 +59,19 @@ def answers(server: Launched, numbers: range, at_once: int) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone_answers(alone: Launched) -> list[list[int]]:
-    """What one instance answers, one request at a time."""
-    return answers(alone, range(24), 1)
+def alone_answers(small_pair: Pair) -> list[list[int]]:
+    """What one instance answers, one request at a time: a prefill computes by itself what it alone is asked."""
+    found = answers(small_pair.prefill, range(24), 1)
+    assert small_pair.prefill.post("/flush_cache", {}).status_code == 200
+    return found
 
 
 def test_a_pair_answers_as_one_instance(alone_answers: list[list[int]], small_pair: Pair) -> None:
     assert answers(small_pair.router, range(24), 1) == alone_answers
 
 
-def test_requests_beside_each_other_answer_as_alone(alone_answers: list[list[int]], alone: Launched) -> None:
-    assert answers(alone, range(24), 16) == alone_answers
+def test_requests_beside_each_other_answer_as_alone(alone_answers: list[list[int]], small_pair: Pair) -> None:
+    assert answers(small_pair.prefill, range(24), 16) == alone_answers
 
 
 def test_retracted_requests_answer_as_alone(alone_answers: list[list[int]], small_pair: Pair) -> None:

@@ -62,9 +62,8 @@ def expected(alone: Launched) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("engine", "victim"), [("cpu", "worker-1"), pytest.param("torch", "worker", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "victim"), [("cpu", "worker-1"), ("torch", "worker")])
 def test_two_ranks_answer_as_one_and_the_death_of_one_is_the_instances(
     engine: str, victim: str, model: list[str], expected: list[list[int]], tmp_path: Path
 ) -> None:
@@ -76,12 +75,16 @@ def test_two_ranks_answer_as_one_and_the_death_of_one_is_the_instances(
         assert answers(server) == expected
         wait_until(lambda: server.info()["pool"]["in_use"] == 0, 10, "no slot in use")
         assert server.info()["invariants"] == "ok"
-        family = server.family()
-        family[victim].send_signal(signal.SIGKILL)
-        wait_until(lambda: server.process is not None and server.process.poll() is not None, 5, "the instance ends")
-        assert server.process.returncode == 1
-        assert f"process {victim} was killed by SIGKILL; the instance stops" in server.log().splitlines()[-1]
-        assert not [process for process in family.values() if process.is_running() and not is_zombie(process)]
+        assert_one_death_is_the_instances(server, victim)
+
+
+def assert_one_death_is_the_instances(server: Launched, victim: str) -> None:
+    family = server.family()
+    family[victim].send_signal(signal.SIGKILL)
+    wait_until(lambda: server.process is not None and server.process.poll() is not None, 5, "the instance ends")
+    assert server.process.returncode == 1
+    assert f"process {victim} was killed by SIGKILL; the instance stops" in server.log().splitlines()[-1]
+    assert not [process for process in family.values() if process.is_running() and not is_zombie(process)]
 
 
 def is_zombie(process: psutil.Process) -> bool:
@@ -110,7 +113,6 @@ def test_ranks_with_a_device_each_answer_as_one(
     ("backend", "prefill", "decode"),
     [
         pytest.param("tcp", (), TWO, marks=pytest.mark.slow),
-        ("shm", TWO, ()),
         pytest.param("tcp", TWO, ("--tp-size", "4"), marks=pytest.mark.slow),
     ],
 )
@@ -122,6 +124,21 @@ def test_pairs_of_unlike_sizes(
         # All of it was computed there, and came as pages.
         assert pair.decode.info()["counters"]["prompt_tokens"] == 0
         pair.assert_all_returned()
+
+
+def test_two_ranks_answer_as_one_beside_a_decode_of_one_rank_and_the_death_of_one_is_the_instances(
+    model: list[str], expected: list[list[int]], tmp_path: Path
+) -> None:
+    """They answer by themselves, from the prefix cache again, and by a hand-over."""
+    with pd_pair(tmp_path, "shm", *model, prefill_args=TWO) as pair:
+        assert {"worker", "worker-1"} <= pair.prefill.family().keys()
+        assert answers(pair.prefill) == expected
+        assert answers(pair.prefill) == expected
+        assert pair.prefill.post("/flush_cache", {}).status_code == 200
+        assert answers(pair.router) == expected
+        assert pair.decode.info()["counters"]["prompt_tokens"] == 0
+        pair.assert_all_returned()
+        assert_one_death_is_the_instances(pair.prefill, "worker-1")
 
 
 @pytest.mark.slow
