@@ -34,7 +34,7 @@ ALL = np.arange(1, PAGES, dtype=np.int32)
 QUIET_SECONDS = 0.5
 
 
-@pytest.fixture(scope="module", params=["nixl", "mooncake"])
+@pytest.fixture(scope="module", params=["nixl", pytest.param("mooncake", marks=pytest.mark.slow)])
 def kind(request):
     if is_missing(request.param):
         pytest.skip(f"{request.param} is not installed here")
@@ -94,6 +94,7 @@ def assert_untouched(owner, mark):
     assert (owner.pool == mark).all()
 
 
+@pytest.mark.parametrize("kind", ["nixl", "mooncake"], indirect=True)
 def test_pages_land_and_no_others_and_the_checksum_verifies(start):
     writer, owner = start("P"), start("D")
     connect(writer, owner)

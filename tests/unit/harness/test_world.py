@@ -30,7 +30,7 @@ from pdserve.mem_cache.errors import WindowPagesShort
 HANDOVERS = int(os.environ.get("PDSERVE_SIMULATED_HANDOVERS", "100000"))
 SEARCH_SECONDS = 600.0
 """Limit of the searches that are too large to be complete. They may find nothing; they never fail by it."""
-FEW_STATES = 300
+FEW_STATES = 150
 """Limit of the searches of make test that can't be complete: the same states on any machine."""
 RULES = {"tcp": {}, "shm": {"lets_go": True}, "hostile": {"hostile": True}}
 """Rules of the links, see ``SimBackend``."""
@@ -54,7 +54,7 @@ def few_words(caplog):
         yield
 
 
-CROWD_STATES = 400
+CROWD_STATES = 200
 """Limit of the searches of make test through three instances: the same states on any machine."""
 MANY_CROWD_STATES = 10_000
 """Limit of the slow ones that can't be complete."""
@@ -102,7 +102,7 @@ def test_whatever_goes_wrong_nothing_is_lost(modes, rules, seed, window) -> None
 
 @pytest.mark.parametrize(
     ("rules", "modes", "window"),
-    some({("tcp", "equals", "windows"), ("hostile", "pairs", "one group")}, RULES, MODES, WINDOWS),
+    some({("hostile", "pairs", "one group")}, RULES, MODES, WINDOWS),
 )
 def test_a_running_request_goes_on_elsewhere(modes, rules, window) -> None:
     campaign = Campaign(3, modes, moves=100, outputs=LONG, window=window, **rules)
@@ -113,7 +113,7 @@ def test_a_running_request_goes_on_elsewhere(modes, rules, window) -> None:
 
 @pytest.mark.parametrize(
     ("rules", "modes", "drawn"),
-    some({("shm", "equals", "one group"), ("tcp", "pairs", "windows")}, RULES, MODES, DRAWN),
+    some({("tcp", "equals", "one group again")}, RULES, MODES, DRAWN),
 )
 def test_whatever_goes_wrong_a_request_is_not_lost_on_its_way(modes, rules, drawn) -> None:
     """It goes on where it was, or where it was to go to."""
@@ -126,7 +126,7 @@ def test_whatever_goes_wrong_a_request_is_not_lost_on_its_way(modes, rules, draw
 
 @pytest.mark.parametrize(
     ("rules", "faults", "window"),
-    some({("hostile", "faults", "one group"), ("shm", "no faults", "windows")}, RULES, FAULT_RATES, WINDOWS),
+    some({("shm", "faults", "windows")}, RULES, FAULT_RATES, WINDOWS),
 )
 def test_kv_that_is_given_back_is_right_or_not_there(faults, rules, window) -> None:
     campaign = Campaign(2, PAIR, faults=faults, moves=30, outputs=LONG, return_kv=True, window=window, **rules)
@@ -134,7 +134,7 @@ def test_kv_that_is_given_back_is_right_or_not_there(faults, rules, window) -> N
     assert campaign.kept() > (0 if faults else 50)  # of the latest lives only
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
 @pytest.mark.parametrize("window", [NO_WINDOW, SimWindow(10, 128)], ids=["one group", "windows"])
@@ -165,7 +165,7 @@ def test_a_hundred_thousand_hand_overs(modes, rules, capsys) -> None:
     assert finished > HANDOVERS // SHARES
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
 @pytest.mark.parametrize("threshold", ["auto", "12"])
@@ -204,10 +204,14 @@ def test_every_order_of_two_rooms_that_ask_where(here) -> None:
     assert found.violation is None, found
 
 
-@pytest.mark.parametrize("fault", ["none", pytest.param("abort", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "here", [None, pytest.param(frozenset({"r0"}), marks=pytest.mark.slow)], ids=["there", "the first here"]
-)
+def test_some_orders_of_two_rooms_of_one_name() -> None:
+    found = explored(states=FEW_STATES, same=True)
+    assert found.violation is None, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["none", "abort"])
+@pytest.mark.parametrize("here", [None, frozenset({"r0"})], ids=["there", "the first here"])
 def test_every_order_of_two_rooms_of_one_name(fault, here) -> None:
     found = explored(fault=fault, same=True, here=here)
     assert found.violation is None, found

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.recording_device import RecordingDevice
 
 from pdserve.messages.worker import KVGroup, KVLayout
 from pdserve.model_files.errors import UnsupportedModel
@@ -30,10 +31,6 @@ from tests.unit.model_runner.test_decode_graphs import plain_steps, random_steps
 from tests.unit.model_runner.test_kernels_engine import save_model
 from tests.unit.model_runner.test_native_steps import ROWS, make_model
 
-pytest.importorskip("flashinfer")
-from support.fake_flashinfer import use_fakes
-from support.recording_device import RecordingDevice
-
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 64, 16
 PLAIN = AttentionSpec(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=DIM**-0.5)
 LATENT = MLASpec(
@@ -49,8 +46,16 @@ LATENT = MLASpec(
 MIXED, DECODES = ([7, 40, 0, 63, 17], [9, 1, 33, 1, 50]), ([31, 0, 15, 16, 90], [1, 1, 1, 1, 1])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _flashinfer():
+    """Import it when a test of this file runs: it takes seconds, and every worker collects this file."""
+    pytest.importorskip("flashinfer")
+
+
 @pytest.fixture
 def runs(monkeypatch):
+    from support.fake_flashinfer import use_fakes
+
     return use_fakes(monkeypatch)
 
 

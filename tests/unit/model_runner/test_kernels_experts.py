@@ -177,7 +177,7 @@ def noise(ours: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("name", few(MODELS))
+@pytest.mark.parametrize("name", few(MODELS, 1))
 def test_float32_is_float64_but_for_rounding(name: str, threads: int) -> None:
     model = make_model(MODELS[name], torch.float32)
     assert refusal(model.spec, torch.float32, torch.float32) is None
@@ -188,7 +188,7 @@ def test_float32_is_float64_but_for_rounding(name: str, threads: int) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", few(SPECS))
+@pytest.mark.parametrize("name", few(SPECS, 1))
 def test_bfloat16_is_near(name: str, threads: int) -> None:
     """One layer, so that no token sees what another has chosen."""
     model = make_model(one_layer(SPECS[name]), torch.bfloat16)
@@ -244,6 +244,7 @@ def routed(model: Model, bias: Tensor) -> Model:
     return model._replace(layers=[of_layer(tensors) for tensors in model.layers])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kinds", [(None, None), (Kind.Q4_0, Kind.Q8_0)], ids=str)
 @pytest.mark.parametrize("bias", [[0, 0, 9, 0, 0, 0], [0, 0, 0, 0, 0, 9.0], [5.0, -9, 4, -9, -9, 3], [0.0] * 6])
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -267,7 +268,7 @@ INVARIANT = {name: (MODELS[name], (None, None)) for name in MODELS} | {
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", few(INVARIANT))
+@pytest.mark.parametrize("name", few(INVARIANT, 1))
 def test_a_token_depends_on_its_text_alone_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
     """Not on its batch, the number of threads, or how its text is cut."""
     spec, kinds = INVARIANT[name]

@@ -64,7 +64,7 @@ def options(folder: Path, **changes: Any) -> ServerOptions:
     return ServerOptions(model_path=str(folder), **(plain | changes))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_with_pools_of_their_own_answer_as_one_with_graphs(folder, devices, size) -> None:
     """Four ranks share two KV heads: each keeps its own copy."""
     plain = StepRunner(_one(folder), ROWS)

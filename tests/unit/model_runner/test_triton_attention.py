@@ -36,11 +36,6 @@ DEVICE_TESTS = sorted((Path(__file__).parents[2] / "device").glob("test_device_a
 CPU = torch.device("cpu")
 
 
-@pytest.mark.timeout(120)
-def test_a_sample_agrees_with_the_reference_in_the_interpreter() -> None:
-    print(interpret(DEVICE_TESTS, sample=True))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_agree_with_the_reference_in_the_interpreter() -> None:

@@ -72,6 +72,7 @@ def greedy(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
     return texts[:, len(prompts[0]) :].tolist()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("family", CASES)
 def test_tokens_are_those_of_transformers(family: str, engine: str, tmp_path: Path) -> None:

@@ -51,10 +51,16 @@ def engines() -> list[str]:
     return ["torch", "C++"]
 
 
+MEASURED = set(list(FAMILIES)[::2])
+"""Configs that ``make test`` measures: every other one, and so at least one of every family."""
+
+
 @pytest.mark.parametrize(
     "chosen", [slice(-1, None), pytest.param(slice(-1), marks=pytest.mark.slow)], ids=["best", "rest"]
 )
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name in MEASURED else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_rows_of_a_config(name: str, chosen: slice, engines: list[str]) -> None:
     """Measure the best engine of this machine; make test-slow measures the others."""
     found = measure(name, engines[chosen])
@@ -86,6 +92,7 @@ def test_every_family_has_two_configs_and_every_engine_computes_it() -> None:
     known = Counter(map(model_type, FAMILIES))
     assert set(known) == set(registry.HF)
     assert min(known.values()) >= 2
+    assert set(map(model_type, MEASURED)) == set(registry.HF)
     for engine in ("torch", "C++"):
         computed = {model_type(name) for (name, by), row in PAGE.rows.items() if by == engine and row.greedy}
         assert computed == set(registry.HF), engine
