@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -11,7 +11,8 @@ from ....messages.grammar import Grammar
 from ..bodies.fields import INT32_MAX, INTEGRAL, MANY, ONE, Body, FieldError, TemplateArgs
 from ..bodies.request_fields import Count, RequestFields, SamplingFields, Seed
 from ..bodies.structure import ANY_OBJECT, grammars_of
-from ..bodies.tool_fields import MAX_TOOLS, ToolName, Values, check_together
+from ..bodies.tool_fields import MAX_TOOLS, ListedTool, ToolName, Values, check_together
+from ..bodies.typed import TypeName
 from ..bodies.unserved import ANYTHING, IGNORED, STRUCTURE, Unserved, neutral
 from .items import Input
 
@@ -23,31 +24,16 @@ OUTPUT_LOGPROBS = "message.output_text.logprobs"
 Label = Annotated[str, Field(max_length=1024)]
 
 
-class FunctionTool(Body):
-    """A tool. Only functions are served; tools of other types are ignored, and named in the answer's header."""
+class FunctionTool(ListedTool):
+    """A tool. Only functions are served."""
 
     unserved: ClassVar[Unserved] = {"strict": IGNORED, "cache_control": ANYTHING, "defer_loading": ANYTHING}
+    served_type = FUNCTION
+    required = ("name",)
 
-    type: Annotated[str, Field(max_length=64)]
     name: ToolName | None = None
     description: str | None = None
     parameters: Values | None = None
-
-    @classmethod
-    def is_ignored(cls, content: Mapping[str, Any]) -> bool:
-        """Return whether a tool has another type than "function"."""
-        return isinstance(content.get("type"), str) and content["type"] != FUNCTION
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_fields_of_other_types(cls, raw: Any) -> Any:
-        return {"type": raw["type"]} if isinstance(raw, dict) and cls.is_ignored(raw) else raw
-
-    @model_validator(mode="after")
-    def _check_name(self) -> FunctionTool:
-        if self.type == FUNCTION and self.name is None:
-            raise FieldError("name", "is required")
-        return self
 
     def for_template(self) -> dict[str, Any]:
         """Return the function as chat templates get it, with only the fields that the client gave."""
@@ -62,7 +48,7 @@ def _check_together(tools: list[FunctionTool]) -> list[FunctionTool]:
 class ForcedFunction(Body):
     """The function that the model has to call."""
 
-    type: Annotated[str, Field(max_length=64)]
+    type: TypeName
     name: ToolName | None = None
 
     @model_validator(mode="after")

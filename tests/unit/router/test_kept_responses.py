@@ -27,7 +27,9 @@ from pdserve.router.options import RouterOptions
 from pdserve.runtime.web import body as body_module
 from pdserve.runtime.web.responses import request as request_module
 from pdserve.runtime.web.responses.keeper import LARGE_BYTES, ResponseKeeper, open_responses
+from pdserve.runtime.web.responses.request import NotKept, ResponseRequest
 from pdserve.runtime.web.responses.response_store import KeptResponse, NoFiles, ResponseStore, StoreLimits
+from pdserve.server.http import app as app_module
 from pdserve.server.http.responses.answers import ResponseAnswer
 
 PATH = "/v1/responses"
@@ -262,7 +264,13 @@ def test_responses_belong_to_a_key(kind: str, tmp_path: Path) -> None:
     scene(unchecked, kind)
 
 
-@pytest.mark.parametrize("data", [b"{}", b"7", b"no JSON", b'{"response": 7}', b'{"response": {"id": 7}}'])
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"{}", b"7", b"no JSON", b'{"response": 7}', b'{"response": {"id": 7}}', b'{"response": {"id": "\xff"}}'),
+        b'{"response":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)
 def test_an_answer_that_cannot_be_read_is_passed_on(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """Instances may be other servers."""
     created = b"event: response.created\ndata: " + data + b"\n\n"
@@ -401,11 +409,36 @@ def test_a_conversation_has_the_limits_of_a_body(kind: str, monkeypatch: pytest.
 def test_a_response_that_there_is_no_room_for_is_not_kept(kind: str) -> None:
     async def check(served: Front) -> None:
         first = await served.create("a" * 20_000)
+        assert first["store"] is False
         answer = await served.client.post(PATH, json={"input": "b", "previous_response_id": first["id"]})
         assert (answer.status_code, "--responses-quota" in answer.text) == (400, True)
-        assert await served.status((await served.create("a"))["id"]) == 200
+        last = await served.create("a")
+        assert (last["store"], await served.status(last["id"])) == (True, 200)
 
     scene(check, kind, responses_quota=0.01)
+
+
+@both
+def test_bodies_that_wait_to_be_read_have_a_limit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones wait for each other, and must not fill the memory meanwhile."""
+    monkeypatch.setattr(app_module, "MAX_UPLOADS", 1)
+    monkeypatch.setattr(app_module, "MAX_BODY_BYTES", 8000)
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def read(*_: Any) -> ResponseRequest:
+        begun.set()
+        await goes_on.wait()
+        raise NotKept("input", "no")
+
+    async def check(served: Front) -> None:
+        monkeypatch.setattr(ResponseKeeper, "read", read)
+        first = asyncio.create_task(served.client.post(PATH, json={"input": "a" * 5000}))
+        await begun.wait()
+        second = await served.client.post(PATH, json={"input": "a" * 5000})
+        goes_on.set()
+        assert (second.status_code, (await first).status_code) == (503, 400)
+
+    scene(check, kind, **({"max_body_bytes": 8000, "max_held_body_bytes": 8000} if kind == "router" else {}))
 
 
 @both
