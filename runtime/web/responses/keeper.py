@@ -141,9 +141,13 @@ class ResponseKeeper:
         return _json(kept.response) if kept is not None else _not_found(request)
 
     async def delete(self, request: Request) -> Response:
-        """DELETE /v1/responses/{id}: drop a kept response."""
-        response_id = request.path_params["id"]
-        if not self._store.delete(owner_of(request.scope), response_id):
+        """DELETE /v1/responses/{id}: drop a kept response. A running one is refused, as it would be kept at its end."""
+        owner, response_id = owner_of(request.scope), request.path_params["id"]
+        if (owner, response_id) in self._running:
+            return refusal(
+                request.scope, 400, f"the response is running; POST /v1/responses/{response_id}/cancel ends it"
+            )
+        if not self._store.delete(owner, response_id):
             return _not_found(request)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 

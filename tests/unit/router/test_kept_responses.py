@@ -190,6 +190,8 @@ def test_a_running_response_is_cancelled(kind: str) -> None:
         response_id, task = await begun(served, lines)
         running = (await served.client.get(f"{PATH}/{response_id}")).json()
         assert (running["status"], running["output"]) == ("in_progress", [])
+        deleted = await served.client.delete(f"{PATH}/{response_id}")
+        assert (deleted.status_code, f"{response_id}/cancel" in deleted.text) == (400, True)
         cancelled = await served.client.post(f"{PATH}/{response_id}/cancel")
         assert (cancelled.status_code, cancelled.json()["status"]) == (200, "cancelled")
         await task
@@ -198,6 +200,7 @@ def test_a_running_response_is_cancelled(kind: str) -> None:
         assert last["sequence_number"] == 5
         await served.engine.wait_for(lambda: bool(served.engine.aborts))
         assert (await served.client.post(f"{PATH}/{response_id}/cancel")).json() == cancelled.json()
+        assert (await served.client.delete(f"{PATH}/{response_id}")).json()["deleted"] is True
 
     scene(check, kind, hold=True)
 
