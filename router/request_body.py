@@ -11,13 +11,13 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import orjson
 
 from ..runtime.cluster_secret import BootstrapSignature
-from ..runtime.web.apis import NATIVE
+from ..runtime.web.apis import NATIVE, PATHS
 from ..runtime.web.body import MAX_PROMPTS
 from ..runtime.web.paths import PathFacts
 from .errors import BadRequestError
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class _Fields(msgspec.Struct):
-    """The fields of a body that the router reads.
+    """The fields of a body that the router reads whatever its path is.
 
     Values stay JSON: building objects of a million numbers takes ten times as long as skipping them.
     """
@@ -49,19 +49,19 @@ class _Fields(msgspec.Struct):
     stream: msgspec.Raw = ABSENT
     stream_options: msgspec.Raw = ABSENT
     rid: msgspec.Raw = ABSENT
-    input_ids: msgspec.Raw = ABSENT
-    prompt: msgspec.Raw = ABSENT
-    text: msgspec.Raw = ABSENT
-    messages: msgspec.Raw = ABSENT
-    input: msgspec.Raw = ABSENT
-    system: msgspec.Raw = ABSENT
-    instructions: msgspec.Raw = ABSENT
-    tools: msgspec.Raw = ABSENT
 
     def given(self, names: Iterable[str]) -> dict[str, msgspec.Raw]:
         """Return the values of those fields of ``names`` that the body has and that are not null."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value not in (ABSENT, NULL)}
+
+
+PROMPT_FIELDS = sorted({name for facts in PATHS for names in facts.prompt_fields for name in names})
+_AllFields = cast(
+    "type[_Fields]",
+    msgspec.defstruct("_AllFields", [(name, msgspec.Raw, ABSENT) for name in PROMPT_FIELDS], bases=(_Fields,)),
+)
+"""Type of a whole body: ``_Fields``, and the fields of every path that hold what the model reads."""
 
 
 class _AnyList(msgspec.Struct, array_like=True):
@@ -105,7 +105,7 @@ class RequestBody:
         reports the missing ones.
         """
         raw = without_bootstrap_fields(raw or b"{}")
-        fields = _decode(raw, _Fields)
+        fields = _decode(raw, _AllFields)
         if not raw.isascii():
             _check_utf8(raw)
         prompts = [_Prompt.read(name, value) for name, value in fields.given(facts.prompt_fields.prompts).items()]

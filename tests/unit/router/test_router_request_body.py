@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.router.errors import BadRequestError
 from pdserve.router.instance import Instance, Role
-from pdserve.router.request_body import STEP, PairBodies, RequestBody, _Fields
+from pdserve.router.request_body import STEP, PairBodies, RequestBody
 from pdserve.runtime.web.apis import PATHS, path_table
 from pdserve.runtime.web.paths import AtRouter, Server
 
@@ -141,11 +141,8 @@ def test_a_body_that_is_nested_deeply_is_passed_on_until_it_is_nested_too_deeply
             RequestBody.parse(b'{"text": ' + begin * 5000 + middle + end * 5000 + b"}")
 
 
-def test_the_router_reads_every_field_that_paths_declare_for_prompts():
-    generating = [facts for facts in PATHS if facts.at_router is AtRouter.GENERATE]
-    fields = {name for facts in generating for names in facts.prompt_fields for name in names}
-    assert all(any(facts.prompt_fields) for facts in generating)
-    assert fields <= set(_Fields.__struct_fields__)
+def test_every_path_that_generates_declares_its_prompts():
+    assert all(any(facts.prompt_fields) for facts in PATHS if facts.at_router is AtRouter.GENERATE)
 
 
 @pytest.mark.parametrize(
