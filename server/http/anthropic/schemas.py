@@ -188,7 +188,8 @@ class MessagesPromptBody(Body):
         grammar = self.grammar()
         if self.tool_choice is not None and self.tool_choice.type in ("any", "tool") and not self.custom_tools:
             raise FieldError("tool_choice", 'needs tools of type "custom"')
-        if grammar is not None and self.callable_tools:
+        # Not in the other order: all blocks are looked at here, and not later on the event loop.
+        if self.callable_tools and grammar is not None:
             raise FieldError(grammar.field, 'can\'t go with tools, unless tool_choice is "none"')
         return self
 

@@ -90,11 +90,14 @@ def test_a_long_conversation_is_walked_once(monkeypatch: pytest.MonkeyPatch) -> 
     def asked(content: Any, **fields: Any) -> int:
         changes.times = 0
         body = parsed({"messages": [{"role": "user", "content": content}] * turns, **fields})
+        checked = changes.times
         read_answerable(body)
         tool_use_of(body)
+        assert changes.times == checked, "a large body is checked beside the event loop, so that is when"
         return changes.times
 
     assert asked(blocks, tools=[TOOL], tool_choice={"type": "any"}) == turns * len(blocks)
+    assert asked(blocks, tools=[TOOL]) == turns * len(blocks)
     assert asked(blocks) == 0, "there are no tools to change"
     assert asked("a", tools=[TOOL]) == 0, "a text changes no tools"
 
