@@ -102,7 +102,8 @@ class RunningResponse:
             if self._is_cancelled:
                 task.uncancel()
             if self.id and not self._is_over:
-                response = self._written(FAILED if self._has_failed else CANCELLED)
+                # An answer that has ended without its last event broke off. One that its client left has no end.
+                response = self._written(FAILED if self._has_failed or self._is_sent else CANCELLED)
                 self._end(response)
                 if self._is_cancelled and not self._is_sent:
                     await self._say_last(response, send)

@@ -282,10 +282,11 @@ def test_an_answer_that_cannot_be_read_is_passed_on(data: bytes, caplog: pytest.
     assert "is not kept" in caplog.text
 
 
-def test_an_answer_that_breaks_off_is_kept_as_failed() -> None:
-    """A router ends it with an error when the instance has died."""
+@pytest.mark.parametrize("ending", [[b'event: error\ndata: {"type":"error","error":{}}\n\n'], []])
+def test_an_answer_that_breaks_off_is_kept_as_failed(ending: list[bytes]) -> None:
+    """A router ends it with an error when the instance has died. Other servers may just end it."""
     created = b'event: response.created\ndata: {"response":{"id":"r","error":null,"status":"in_progress"}}\n\n'
-    pieces = [created, b'event: error\ndata: {"type":"error","error":{}}\n\n']
+    pieces = [created, *ending]
     error = {"code": "server_error", "message": "the answer broke off"}
     kept = {"id": "r", "error": error, "status": "failed", "output": []}
     assert asyncio.run(passed_on(pieces, "r")) == (b"".join(pieces), 200, kept)
