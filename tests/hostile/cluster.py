@@ -13,6 +13,7 @@ import httpx
 import psutil
 from support.machine import limit
 from support.processes import NO_REUSE, Launched, launched, wait_until
+from support.scripted_model import TEMPLATE
 from support.tiny_model import tiny_args
 
 ALICE, MALLORY = "alice", "mallory"
@@ -158,6 +159,9 @@ def cluster(folder: Path, backend: str) -> Iterator[Cluster]:
         "--kv-sessions-dir",
         str(folder / "sessions"),
     ]
+    # The tokenizer's own template has neither tools nor reasoning.
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    args += ["--chat-template", str(folder / "chat.jinja")]
     args += ["--api-key-file", str(folder / "users"), "--admin-key-file", str(folder / "admin"), "--return-kv"]
     args += ["--cluster-secret-file", str(folder / "secret"), "--disaggregation-transfer-backend", backend]
     with launched(folder, "cluster", "up", *args, "--threads", "1", "--drain-timeout", "20") as server:
