@@ -16,6 +16,8 @@ from urllib.parse import quote
 from pdserve.runtime.web.apis import PATHS
 from pdserve.runtime.web.paths import Access, AtRouter, PathFacts
 
+from .cluster import MODEL
+
 Json = dict[str, Any]
 USER_PATHS = tuple(facts for facts in PATHS if facts.access in (Access.OPEN, Access.METRICS, Access.USER))
 """Paths that answer a user key."""
@@ -222,7 +224,7 @@ BODIES: dict[str, Callable[[random.Random], Json]] = {
     "/generate": native,
     "/v1/completions": completions,
     "/v1/chat/completions": chat,
-    "/api/show": lambda rng: {"model": rng.choice(("model", "model:latest")), "verbose": True},
+    "/api/show": lambda rng: {"model": rng.choice((MODEL, f"{MODEL}:latest")), "verbose": True},
     "/api/generate": ollama_generate,
     "/api/chat": ollama_chat,
     "/v1/messages": anthropic,
@@ -242,7 +244,7 @@ BODIES: dict[str, Callable[[random.Random], Json]] = {
 
 PARAMETERS: dict[str, Callable[[random.Random, Known], str]] = {
     "/slots/{id}": lambda rng, known: f"/slots/m{rng.randrange(4)}?action={rng.choice(('save', 'restore', 'erase'))}",
-    "/v1/models/{name}": lambda rng, known: f"/v1/models/{rng.choice(('model', 'model:latest'))}",
+    "/v1/models/{name}": lambda rng, known: f"/v1/models/{MODEL}",
     "/kv/sessions/{name}": lambda rng, known: f"/kv/sessions/{session(rng)}",
     "/v1/responses/{id}": lambda rng, known: f"/v1/responses/{quote(known.draw(rng)[1], safe='')}",
     "/v1/responses/{id}/cancel": lambda rng, known: f"/v1/responses/{quote(known.draw(rng)[1], safe='')}/cancel",

@@ -94,18 +94,22 @@ class Cluster:
         return {"decode": "http://decode"}
 
     def client(self, name: str) -> httpx.Client:
-        return httpx.Client(
-            transport=httpx.MockTransport(lambda request: httpx.Response(self.status, json={"paths": {}}))
-        )
+        def answer(request: httpx.Request) -> httpx.Response:
+            return httpx.Response(self.status, content=iter([b'{"id":"resp_own","paths":{}}']))
+
+        return httpx.Client(transport=httpx.MockTransport(answer))
 
 
 def test_an_attacker_takes_every_path_before_one_comes_again() -> None:
-    record = Record()
-    user = HostileUser(Cluster(), Neighbour(), record, 1, [], Known())  # type: ignore[arg-type]
+    record, known = Record(), Known()
+    user = HostileUser(Cluster(), Neighbour(), record, 1, [], known)  # type: ignore[arg-type]
     for _ in range(3 * len(USER_PATHS)):
         user.nearly_sound()
     assert {path.partition(" ")[2] for path in record.paths} >= {facts.label for facts in USER_PATHS}
     assert "POST /v1/responses " in record.path_table()
+    assert known.responses
+    user.close()
+    assert not known.responses
 
 
 @pytest.mark.parametrize("status", [200, 404])
