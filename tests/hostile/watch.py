@@ -11,8 +11,8 @@ from .cluster import Cluster, Usage
 
 DOCUMENTED_5XX = frozenset({501, 503, 504, 507})
 """Statuses of docs/http-api.md that say no fault of the server's: switched off, overloaded, a limit of time or room."""
-REPLACED = "pdserve grammar check"
-"""Name of a process that starts with the first grammar, and again after one that took too much."""
+REPLACED = ("pdserve grammar check", "pdserve chat template")
+"""Names of processes that end with a grammar or a conversation that took too much, and start with the next one."""
 REPLACED_BYTES = 512 << 20
 """Maximum memory of such a process: its own, and the 256 MiB that a check may take."""
 PEAK_BYTES = 768 << 20
