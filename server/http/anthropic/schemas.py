@@ -14,7 +14,7 @@ from ..bodies.fields import Body, FieldError, check_small
 from ..bodies.message_fields import MAX_MESSAGES, TextOrParts
 from ..bodies.request_fields import Count, RequestFields, SamplingFields, StopString, Temperature, TopK, TopP
 from ..bodies.structure import grammars_of, one_grammar
-from ..bodies.tool_fields import MAX_TOOL_CALLS, MAX_TOOLS, ListedTool, ToolName, ToolType, Values, check_together
+from ..bodies.tool_fields import MAX_TOOL_CALLS, ListedTool, ToolList, ToolName, ToolType, Values, served_tools
 from ..bodies.typed import check_required
 from ..bodies.unserved import ANYTHING, IGNORED, Unserved, neutral
 from .blocks import NEEDS, BlockBody, TextBlockBody, check_block, texts_of
@@ -106,10 +106,9 @@ class MessagesToolBody(ListedTool):
         return {"type": "function", "function": function}
 
 
-def _check_tools(tools: list[MessagesToolBody]) -> list[MessagesToolBody]:
-    check_together([tool.for_template() for tool in tools])
+def _check_names(tools: list[MessagesToolBody]) -> list[MessagesToolBody]:
     names = set[str]()
-    for name in (tool.name or "" for tool in tools if tool.type == CUSTOM):
+    for name in (tool.name or "" for tool in served_tools(tools)):
         if name in names:
             raise ValueError(f'has two tools of the name "{shown(name, MAX_NAME)}"')
         names.add(name)
@@ -174,9 +173,7 @@ class MessagesPromptBody(Body):
     model: str | None = None
     messages: Annotated[list[TurnBody], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     system: TextOrParts[TextBlockBody] | None = None
-    tools: Annotated[
-        list[MessagesToolBody], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_check_tools)
-    ] = Field(default_factory=list)
+    tools: Annotated[ToolList[MessagesToolBody], AfterValidator(_check_names)] = Field(default_factory=list)
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfigBody | None = None
@@ -207,8 +204,8 @@ class MessagesPromptBody(Body):
                 changes |= block.tool_changes
         return [
             tool
-            for tool in self.tools
-            if tool.type == CUSTOM and changes.get(tool.name or "", is_found or not tool.defer_loading)
+            for tool in served_tools(self.tools)
+            if changes.get(tool.name or "", is_found or not tool.defer_loading)
         ]
 
     @property

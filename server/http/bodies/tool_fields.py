@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
 from pydantic import AfterValidator, Field, model_validator
@@ -68,6 +69,10 @@ class ListedTool(Body):
         kind = content.get("type")
         return isinstance(kind, str) and kind != cls.served_type
 
+    @abstractmethod
+    def for_template(self) -> dict[str, Any]:
+        """Return a tool of the served type as chat templates get it, which is OpenAI's shape."""
+
     @model_validator(mode="before")
     @classmethod
     def _drop_fields_of_other_types(cls, raw: Any) -> Any:
@@ -77,3 +82,20 @@ class ListedTool(Body):
     def _check_required(self) -> ListedTool:
         check_required(self, self.type, self.required if self.type == self.served_type else ())
         return self
+
+
+T = TypeVar("T", bound=ListedTool)
+
+
+def served_tools(tools: Sequence[T]) -> list[T]:
+    """Return the tools that are of the served type."""
+    return [tool for tool in tools if tool.type == tool.served_type]
+
+
+def _check_tools(tools: list[T]) -> list[T]:
+    check_together([tool.for_template() for tool in served_tools(tools)])
+    return tools
+
+
+ToolList = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_check_tools)]
+"""Tools of type ``T``, and ignored ones."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ....messages.grammar import Grammar
 from ...output_parsers.base import Tools
@@ -24,16 +24,7 @@ from ..bodies.request_fields import (
     TopP,
 )
 from ..bodies.structure import ANY_OBJECT, grammars_of, one_grammar
-from ..bodies.tool_fields import (
-    MAX_TOOL_CALLS,
-    MAX_TOOLS,
-    CallId,
-    ListedTool,
-    ToolName,
-    ToolType,
-    Values,
-    check_together,
-)
+from ..bodies.tool_fields import MAX_TOOL_CALLS, CallId, ListedTool, ToolList, ToolName, ToolType, Values, served_tools
 from ..bodies.unserved import ANYTHING, IGNORED, Unserved, neutral
 
 TEXT, SCHEMA, SWITCH, LEVEL = TAG + "text", TAG + "schema", TAG + "switch", TAG + "level"
@@ -214,11 +205,6 @@ class OllamaTool(ListedTool):
         return {"type": FUNCTION, **self.model_dump(exclude={"type"}, exclude_unset=True)}
 
 
-def _check_tools(tools: list[OllamaTool]) -> list[OllamaTool]:
-    check_together([tool.for_template() for tool in tools])
-    return tools
-
-
 class OllamaChatBody(OllamaBody):
     """``POST /api/chat``."""
 
@@ -228,9 +214,7 @@ class OllamaChatBody(OllamaBody):
         default_factory=list
     )
     """Empty: the answer only says that the model is loaded."""
-    tools: Annotated[list[OllamaTool], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_check_tools)] = (
-        Field(default_factory=list)
-    )
+    tools: ToolList[OllamaTool] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _check_pairs(self) -> OllamaChatBody:
@@ -241,7 +225,7 @@ class OllamaChatBody(OllamaBody):
     @property
     def tools_for_template(self) -> list[dict[str, Any]]:
         """The functions among the tools, as chat templates get them."""
-        return [tool.for_template() for tool in self.tools if tool.function is not None]
+        return [tool.for_template() for tool in served_tools(self.tools)]
 
     @property
     def schemas(self) -> Tools:

@@ -11,7 +11,7 @@ from ....messages.grammar import Grammar
 from ..bodies.fields import INT32_MAX, INTEGRAL, MANY, ONE, Body, FieldError, TemplateArgs
 from ..bodies.request_fields import Count, RequestFields, SamplingFields, Seed
 from ..bodies.structure import ANY_OBJECT, grammars_of
-from ..bodies.tool_fields import MAX_TOOLS, ListedTool, ToolName, Values, check_together
+from ..bodies.tool_fields import ListedTool, ToolList, ToolName, Values, served_tools
 from ..bodies.typed import TypeName
 from ..bodies.unserved import ANYTHING, IGNORED, STRUCTURE, Unserved, neutral
 from .items import Input
@@ -38,11 +38,6 @@ class FunctionTool(ListedTool):
     def for_template(self) -> dict[str, Any]:
         """Return the function as chat templates get it, with only the fields that the client gave."""
         return {"type": FUNCTION, FUNCTION: self.model_dump(exclude_unset=True, exclude={"type"})}
-
-
-def _check_together(tools: list[FunctionTool]) -> list[FunctionTool]:
-    check_together([tool.model_dump() for tool in tools])
-    return tools
 
 
 class ForcedFunction(Body):
@@ -157,9 +152,7 @@ class ResponsesBody(RequestFields, SamplingFields):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
     text: TextConfig = Field(default_factory=TextConfig)
-    tools: Annotated[
-        list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_check_together)
-    ] = Field(default_factory=list)
+    tools: ToolList[FunctionTool] = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     """Whether one answer may have several calls; otherwise all but the first are left out."""
@@ -188,7 +181,7 @@ class ResponsesBody(RequestFields, SamplingFields):
     @property
     def functions(self) -> Sequence[FunctionTool]:
         """The tools that the model may call, whatever ``tool_choice`` says."""
-        return [tool for tool in self.tools if tool.type == FUNCTION]
+        return served_tools(self.tools)
 
     @model_validator(mode="before")
     @classmethod
