@@ -113,7 +113,7 @@ class ResponseStore:
 
     @property
     def keeps(self) -> bool:
-        """Whether any response is kept."""
+        """Whether the store may keep responses: its limit is not 0."""
         return self._limits.total > 0
 
     def get(self, owner: str, response_id: str) -> KeptResponse | None:

@@ -71,7 +71,7 @@ class ListedTool(Body):
 
     @abstractmethod
     def for_template(self) -> dict[str, Any]:
-        """Return a tool of the served type as chat templates get it, which is OpenAI's shape."""
+        """Return the tool as chat templates get it, in OpenAI's shape. Call it only if the tool is not ignored."""
 
     @model_validator(mode="before")
     @classmethod
