@@ -8,7 +8,7 @@ import signal
 import time
 import zlib
 from collections.abc import Generator, Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 # The machine that runs the tests has few cores: a team of OpenMP threads with another busy process beside it waits for
 # whole scheduler ticks at every barrier. OpenMP reads this when torch is loaded.
@@ -19,6 +19,7 @@ os.environ["PYTHONSAFEPATH"] = "1"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 from support import machine, sampling
@@ -26,6 +27,8 @@ from support.examples import examples
 
 from pdserve.runtime.gc_control import uncollected
 
+# httpx reads it for each client: 40 ms for the certificates of all authorities. Tests ask this machine alone.
+certifi.where = lambda: str(Path(__file__).with_name("support") / "localhost.pem")
 # How long examples take, to make or to run, says how busy the machine is: two test files run at a time. Every test has
 # a limit of its own.
 settings.register_profile(

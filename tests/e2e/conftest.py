@@ -6,6 +6,8 @@ it so. A test that kills, drains or reconfigures its server starts one of its ow
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -15,8 +17,15 @@ from support.processes import ONE_THREAD, Launched, Pair, launched, pd_pair, wai
 
 @pytest.fixture(scope="session")
 def tiny_args(tmp_path_factory) -> list[str]:
-    """Flags that serve a tiny random model."""
-    return tiny_model.tiny_args(tmp_path_factory.mktemp("tiny"))
+    """Flags that serve a tiny random model: one for all workers, so that its weights are packed once."""
+    run = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        run = run.parent
+    made, folder = tmp_path_factory.mktemp("tiny"), run / "tiny-model"
+    args = tiny_model.tiny_args(made)
+    with contextlib.suppress(OSError):  # another worker was first
+        made.rename(folder)
+    return [str(folder) if arg == str(made) else arg for arg in args]
 
 
 @pytest.fixture(scope="session")

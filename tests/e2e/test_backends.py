@@ -19,9 +19,6 @@ from support.reader import Reader
 from support.scrape import Page
 
 KINDS = ("tcp", "nixl", "mooncake", "shm", "cuda_ipc")
-QUICK = ("nixl",)
-"""Backends that ``make test`` runs here. It runs tcp through host memory, below, and shm in most other files. The unit
-tests have cuda_ipc, over memory of the host in a GPU's part."""
 TOKENS = 24
 CHUNKED = ("--chunked-prefill-size", "64")
 LAYERED = ("--chunked-prefill-size", "256")
@@ -75,11 +72,8 @@ def reference(alone):
     return outputs(answered(alone)), long
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mooncake", "tcp", "cuda_ipc"))],
-    indirect=True,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nixl", "mooncake", "tcp", "cuda_ipc"], indirect=True)
 def test_tokens_are_those_of_one_instance_and_streams_outlive_their_prefill(tmp_path, tiny_args, reference, kind):
     expected, long = reference
     with pd_pair(tmp_path, kind, *tiny_args, *CHUNKED) as pair:
@@ -106,6 +100,8 @@ STAGED = {
     "mooncake, the prefill": ("mooncake", SMALL, ()),
 }
 QUICK_STAGED = ("tcp, both",)
+"""What ``make test`` runs here. It runs shm in most other files. The unit tests have the libraries between real
+processes, and cuda_ipc over memory of the host in a GPU's part."""
 
 
 @pytest.mark.parametrize(

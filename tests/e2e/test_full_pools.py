@@ -2,7 +2,7 @@
 
 Half of them go to the router and half straight to the decode, with three priorities, fair shares, and roles that are
 swapped meanwhile. All are answered, with the tokens of one server. ``PDSERVE_FULL_POOLS=real`` takes the default model,
-for meaningful figures.
+for meaningful figures. ``make test`` plays such bursts with simulated instances (``tests/campaigns``).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def expected(tmp_path_factory, request) -> list[list[int]]:
     ("args", "swaps"),
     [
         pytest.param((), False, marks=pytest.mark.slow),
-        ((WITH_PRIORITIES,), False),
+        pytest.param((WITH_PRIORITIES,), False, marks=pytest.mark.slow),
         pytest.param((WITH_PRIORITIES,), True, marks=pytest.mark.slow),
         pytest.param((WITH_PRIORITIES, "--fair-scheduling"), False, marks=pytest.mark.slow),
         pytest.param((WITH_PRIORITIES, "--disaggregation-threshold", "200"), False, marks=pytest.mark.slow),

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 import transformers
 from support.families import LATENT, YARN
-from support.model_harness import draw_weights, reference_logits
+from support.model_harness import draw_weights, greedy
 from support.processes import pd_pair
 from support.tiny_model import CONFIG
 
@@ -42,21 +41,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     config = transformers.DeepseekV3Config(**FIELDS, attn_implementation="eager")
     model = draw_weights(transformers.DeepseekV3ForCausalLM(config))
     model.save_pretrained(folder)
-    return Served(folder, [greedy(model, prompt) for prompt in PROMPTS])
-
-
-def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    """Return the greedy continuation of ``prompt`` by ``model``."""
-    tokens = list(prompt)
-    for _ in range(TOKENS):
-        tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
-    return tokens[len(prompt) :]
+    return Served(folder, [greedy(model, prompt, TOKENS) for prompt in PROMPTS])
 
 
 @pytest.mark.parametrize(
     ("backend", "prefill", "decode"),
     [
-        ("shm", "cpu", "cpu"),
+        pytest.param("shm", "cpu", "cpu", marks=pytest.mark.slow),
         pytest.param("shm", "torch", "cpu", marks=pytest.mark.slow),
         pytest.param("tcp", "cpu", "torch", marks=pytest.mark.slow),
         pytest.param("tcp", "torch", "torch", marks=pytest.mark.slow),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.processes import ONE_THREAD, Launched, launched
 from support.tiny_model import tiny_args
 
@@ -57,7 +58,18 @@ def test_a_second_instance_maps_what_the_first_has_packed(tmp_path: Path) -> Non
             assert second.post("/resume_memory_occupation", WAKE).status_code == 200
             second.wait_healthy(5)
             assert ask(second) == expected
-    with launched(tmp_path, "c", "server", *args, "--weights-cache", "off") as alone:
+
+
+@pytest.mark.slow
+def test_an_instance_without_a_cache_answers_the_same(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    folder = tmp_path / "weights"
+    args = (*ONE_THREAD, *tiny_args(tmp_path / "model", hidden_size=256), "--max-total-tokens", "4096")
+    with launched(tmp_path, "a", "server", *args, "--weights-cache", str(folder)) as first:
+        first.wait_healthy()
+        (file,) = folder.iterdir()
+        expected = ask(first)
+    with launched(tmp_path, "b", "server", *args, "--weights-cache", "off") as alone:
         alone.wait_healthy()
         assert ask(alone) == expected
         assert mapped(alone, file) == {}

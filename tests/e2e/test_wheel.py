@@ -37,6 +37,7 @@ def make_environment(folder: Path, wheel: Path) -> Path:
     return python
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_needs_no_compiler(tmp_path, tiny_args):
     try:
         library = build(choose_level())

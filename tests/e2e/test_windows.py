@@ -11,10 +11,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 from support.libraries import is_missing
-from support.model_harness import draw_weights, reference_logits
+from support.model_harness import draw_weights, greedy
 from support.processes import ONE_THREAD, Launched, Pair, launched, pd_pair, wait_until
 from support.reader import Reader
 from support.tiny_model import CONFIG
@@ -36,14 +35,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[in
     )
     model = draw_weights(transformers.Gemma3ForCausalLM(config))
     model.save_pretrained(folder)
-    return folder, [greedy(model, prompt) for prompt in PROMPTS]
-
-
-def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(TOKENS):
-        tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
-    return tokens[len(prompt) :]
+    return folder, [greedy(model, prompt, TOKENS) for prompt in PROMPTS]
 
 
 def answers(server: Launched) -> list[list[int]]:
@@ -104,7 +96,7 @@ def test_so_it_does_where_all_layers_have_windows(tmp_path: Path) -> None:
     config = transformers.MistralConfig(**CONFIG | {"sliding_window": WINDOW}, attn_implementation="eager")
     model = draw_weights(transformers.MistralForCausalLM(config))
     model.save_pretrained(tmp_path / "model")
-    expected = [greedy(model, prompt) for prompt in PROMPTS]
+    expected = [greedy(model, prompt, TOKENS) for prompt in PROMPTS]
     none, some = goes_on_from_a_store(tmp_path / "model", tmp_path, expected)
     assert none == 0 < some
 
@@ -191,7 +183,7 @@ def test_a_pair_of_a_model_whose_layers_all_have_windows(tmp_path: Path) -> None
     model.save_pretrained(tmp_path)
     args = ("--model-path", str(tmp_path), *ARGS, "--max-total-tokens", "2048")
     with pd_pair(tmp_path, "tcp", *args, prefill_args=("--attention-backend", "torch")) as pair:
-        expected = [greedy(model, prompt) for prompt in PROMPTS]
+        expected = [greedy(model, prompt, TOKENS) for prompt in PROMPTS]
         assert answers(pair.router) == answers(pair.router) == expected
         info = pair.decode.info()
         assert [group["page_bytes"] > 0 for group in info["kv_layout"]["groups"]] == [False, True]
@@ -199,6 +191,7 @@ def test_a_pair_of_a_model_whose_layers_all_have_windows(tmp_path: Path) -> None
         pair.assert_all_returned()
 
 
+@pytest.mark.slow
 def test_a_stream_moves_with_its_window(pair: Pair) -> None:
     """It moves to the prefill that its prompt came from, when it is many windows behind that."""
     params = {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}

@@ -136,6 +136,16 @@ def reference_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
         return model(torch.tensor([tokens])).logits[0]
 
 
+def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    """Return the ``count`` tokens that ``model`` goes on with. Logits of the last token alone are computed."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = model(torch.tensor([tokens]), use_cache=False, logits_to_keep=1).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
 def draw(length: int, seed: int) -> list[int]:
     """Draw random tokens."""
     return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
