@@ -31,7 +31,7 @@ class PoolEnd:
         self._announced, self._before = tokens, self._allocator.size
 
     def settle(self) -> None:
-        """Forget the size that ``announce`` planned: the change was made, or will not be."""
+        """End the change of size that ``announce`` began, whether it was made or not."""
         self._announced = self._before = None
 
     @property

@@ -80,6 +80,7 @@ def test_without_a_gpu_it_says_what_it_can_not_measure(tmp_path: Path, capsys: p
     assert kernel["programs"] > 0
 
 
+@pytest.mark.slow
 def test_a_tile_that_no_gpu_has_room_for_fails(capsys: pytest.CaptureFixture[str]) -> None:
     options = KernelBenchOptions(kernel="int4", tile=["N=256", "num_stages=16"], capability=90)
     assert run_kernel_bench(options) == 1

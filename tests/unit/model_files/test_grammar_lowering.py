@@ -67,7 +67,13 @@ def test_a_schema_holds_everywhere(grammar: Grammar, begin: str, end: str, value
         ({"$schema": "http://json-schema.org/draft-07/schema#", "not": {"const": "ab"}}, '"abc"', '"ab"'),
         ({"items": {"enum": ["a", "bb"], "maxLength": 1}, "uniqueItems": True}, '["a"]', '["bb"]'),
         ({"items": {"enum": ["a", "b"]}, "uniqueItems": True, "minItems": 2}, '["b", "a"]', '["a", "a"]'),
-        ({"items": {"enum": list("abcdefgh")}, "uniqueItems": True}, '["a", "c", "h"]', '["a", "c", "a"]'),
+        ({"items": {"enum": list("abcdef")}, "uniqueItems": True}, '["a", "c", "f"]', '["a", "c", "a"]'),
+        pytest.param(
+            {"items": {"enum": list("abcdefgh")}, "uniqueItems": True},
+            '["a", "c", "h"]',
+            '["a", "c", "a"]',
+            marks=pytest.mark.slow,
+        ),
         ({"type": "string", "not": {"enum": ["a", "a]b", "^"]}}, '"a]"', '"a]b"'),
         (
             {

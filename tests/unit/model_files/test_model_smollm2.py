@@ -88,6 +88,7 @@ def test_spec(runner: LoadedModel) -> None:
     assert set(runner.load_seconds) == {"config", "weights", "kv_pool", "kernels"}
 
 
+@pytest.mark.slow
 def test_logits_equal_transformers(runner: LoadedModel) -> None:
     reference = make_reference(runner.spec)
     tokens = torch.randint(0, 49152, (70,), generator=torch.Generator().manual_seed(4)).tolist()

@@ -110,7 +110,7 @@ def one_torch_thread() -> Iterator[None]:
     ("dtype", "numbers"),
     [
         ("bfloat16", THREADS[::2]),
-        ("float32", (1, *THREADS[1::2])),
+        ("float32", (1, *THREADS[1::4])),
         *(pytest.param(dtype, THREADS, marks=pytest.mark.slow) for dtype in ("bfloat16", "float32")),
     ],
 )

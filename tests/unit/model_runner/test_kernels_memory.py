@@ -35,7 +35,7 @@ def run_alone(case: Callable[..., None], *args: str) -> None:
     assert (done.returncode, done.stdout) == (0, "done\n"), f"exit {done.returncode}: {done.stderr[-2000:]}"
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", ["dense", pytest.param("experts", marks=pytest.mark.slow)])
 def test_after_a_pass_without_memory_the_engine_computes_as_before(network: str) -> None:
     run_alone(meet_the_limit, network)
 

@@ -223,7 +223,14 @@ def test_a_port_is_released_if_there_is_no_second_one(monkeypatch: pytest.Monkey
     assert [sock.fileno() for sock in held] == [-1]
 
 
-@pytest.mark.parametrize("command", ["version", "completion bash", "--help", "check --help"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "version",
+        "check --help",
+        *(pytest.param(words, marks=pytest.mark.slow) for words in ("completion bash", "--help")),
+    ],
+)
 def test_an_output_that_takes_no_more_ends_a_command_without_a_traceback(command: str) -> None:
     run = [sys.executable, "-P", "-m", "pdserve.server.cli", *command.split()]
     read, write = os.pipe()

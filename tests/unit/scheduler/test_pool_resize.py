@@ -391,6 +391,7 @@ def test_memory_is_given_back_while_a_smaller_pool_is_waited_for() -> None:
     assert sim.tokens["end"] == reference_output(range(80), 30)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("window", [NO_WINDOW, SimWindow(10, 96)], ids=["one group", "windows"])
 def test_any_sequence_of_sizes_and_requests(seed: int, window: SimWindow) -> None:

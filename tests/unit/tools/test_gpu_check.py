@@ -257,6 +257,7 @@ def test_pdserve_has_a_version_where_it_is_not_installed(tmp_path: Path, monkeyp
     assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_tokenizer_alone_is_taken_along(tmp_path: Path, monkeypatch) -> None:
     brought, cache = tmp_path / "brought", tmp_path / "cache"
     for folder in (brought, cache):
@@ -356,6 +357,7 @@ def test_the_compiled_peer_computes_what_transformers_computes() -> None:
     assert tokens == expected[0].tolist()
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     done = run(tmp_path, "--page", str(tmp_path / "page.md"))
     assert done.returncode == 1

@@ -181,6 +181,7 @@ def test_cpu_time_of_a_child_is_found_under_its_command_line() -> None:
         child.communicate(b"\n")
 
 
+@pytest.mark.slow
 def test_a_whole_measurement() -> None:
     argv = [sys.executable, "-P", "-m", "tools.step_overhead"]
     argv += ["--batch", "2", "--step-ms", "1", "--seconds", "0", "--tokens", "20"]
