@@ -41,11 +41,12 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 LONGEST = [
-    *("test_failures", "test_token_identity", "test_roles", "test_backends", "test_sessions", "test_determinism"),
-    *("test_tensor_parallel", "test_abort_storm", "test_campaign", "test_strangers"),
-    *("test_world", "test_triton_ops", "test_models_page", "test_campaigns", "test_library_backends"),
-    *("test_triton_attention", "test_bench_kernel", "test_kernels_experts", "test_kernels_attention", "test_gpu_check"),
-    *("test_handover", "test_model_smollm2", "test_eviction_properties", "test_kernels_ranks"),
+    *("test_failures", "test_token_identity", "test_roles", "test_moves", "test_determinism", "test_abort_storm"),
+    *("test_campaign", "test_strangers", "test_structured_output", "test_examples", "test_tensor_parallel"),
+    *("test_cluster", "test_windows", "test_backends", "test_sessions"),
+    *("test_triton_ops", "test_world", "test_models_page", "test_campaigns", "test_triton_attention"),
+    *("test_library_backends", "test_kernels_experts", "test_kernels_attention", "test_rank_devices"),
+    *("test_bench_kernel", "test_kernels_ranks", "test_gpu_check", "test_handover", "test_model_smollm2"),
 ]
 """Files that take longest, those of real processes and the others. If they came late, one worker would be alone with
 the last."""

@@ -45,6 +45,7 @@ def change_a_page(folder: Path) -> None:
     path.write_bytes(header(framed[8:24], memoryview(page)) + page)
 
 
+@pytest.mark.slow
 def test_kv_is_the_same_wherever_it_goes_and_a_store_that_lies_is_named(tmp_path, tiny_args):
     """The prefill has torch's order, the decode that of the CPU kernels; behind the prefill are host and store."""
     folder = tmp_path / "kv"

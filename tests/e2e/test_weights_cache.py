@@ -30,6 +30,7 @@ def mapped(server: Launched, file: Path) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_second_instance_maps_what_the_first_has_packed(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     folder = tmp_path / "weights"

@@ -72,7 +72,9 @@ def test_rows_of_a_config(name: str, chosen: slice, engines: list[str]) -> None:
     assert not wrong, ADVICE
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if i % 2 else name for i, name in enumerate(SERVED)]
+)
 def test_row_by_transformers_own_class(name: str) -> None:
     row = measure_foreign(name)
     assert not list(mistakes(row))
