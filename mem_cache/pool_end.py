@@ -31,7 +31,7 @@ class PoolEnd:
         self._announced, self._before = tokens, self._allocator.size
 
     def settle(self) -> None:
-        """End the change of size that ``announce`` began, whether it was made or not."""
+        """Forget the size that ``announce`` planned: the change was made, or will not be."""
         self._announced = self._before = None
 
     @property

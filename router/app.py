@@ -177,7 +177,9 @@ async def answer_disconnected(request: Request, exc: Exception) -> Response:
 async def answer_unexpected(request: Request, exc: Exception) -> Response:
     """Return a response with status 500, in the error shape of the path's API, after a fault of the router itself.
 
-    Its message refers to the log, which has the traceback.
+    Its message refers to the log, which has the traceback. The HTTP server closes the connection then.
     """
     fields = error_fields(500, "the router failed on this request; its log says why", "server_error")
-    return json_response(error_shape(request.scope)(fields), 500)
+    response = json_response(error_shape(request.scope)(fields), 500)
+    response.headers["connection"] = "close"
+    return response

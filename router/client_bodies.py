@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 from starlette.requests import Request
 
+from ..runtime.web.apis import NATIVE
 from ..runtime.web.aside import Aside
 from ..runtime.web.body import MAX_UPLOADS, BodyEncoded, BodyTooLarge, TooManyValues, UploadDropped, Uploads
+from ..runtime.web.paths import PathFacts
 from .errors import BodyEncodedError, BodyTooLargeError, TooManyBodiesError
 from .request_body import RequestBody
 
@@ -56,16 +58,13 @@ class ClientBodies:
         except UploadDropped as e:
             raise TooManyBodiesError(str(e)) from None
 
-    async def parse(
-        self, raw: bytes, request_id: str = "", rid_prefix: str = "", *, streams: bool = False
-    ) -> RequestBody:
+    async def parse(self, raw: bytes, request_id: str = "", facts: PathFacts = NATIVE) -> RequestBody:
         """Parse a request's JSON body. One of more than ``LARGE_BYTES`` is parsed on a thread, one body at a time.
 
-        Count it by ``hold`` before, because it may wait for other large ones. ``request_id`` and ``rid_prefix`` become
-        parts of the rid that is drawn if the body has none. ``streams``: whether the answer streams if the body does
-        not say. Raises ``BadRequestError``.
+        Count it by ``hold`` before, because it may wait for other large ones. ``request_id`` becomes a part of the rid
+        that is drawn if the body has none. ``facts``: those of the path it was sent to. Raises ``BadRequestError``.
         """
-        parse = lambda: RequestBody.parse(raw, request_id, rid_prefix, streams=streams)  # noqa: E731
+        parse = lambda: RequestBody.parse(raw, request_id, facts)  # noqa: E731
         return await self._aside.run(len(raw) > LARGE_BYTES, parse)
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ..runtime.web.access_log import AccessRecord, error_shape, stream_format
-from ..runtime.web.apis import OLLAMA_RUNS
+from ..runtime.web.apis import NATIVE, OLLAMA_RUNS
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import BadAnswer, ClientError
 from ..runtime.web.errors import error_body, without_frames
@@ -99,10 +99,9 @@ class GenerationEndpoint:
         record, headers = AccessRecord.of(scope), passed_on(scope["headers"])
         if self._fixed_body is not None:
             body = await self._bodies.parse(self._fixed_body, record.request_id)
-            return RoutedRequest("/generate", headers, body, is_probe=True)
-        framing = record.stream_format
-        body = await self._bodies.parse(raw, record.request_id, record.rid_prefix, streams=framing.is_default)
-        return RoutedRequest(scope["path"], headers, body, framing)
+            return RoutedRequest(NATIVE.path, headers, body, is_probe=True)
+        body = await self._bodies.parse(raw, record.request_id, record.facts)
+        return RoutedRequest(scope["path"], headers, body, record.stream_format)
 
     async def _serve(self, request: RoutedRequest, answer: ClientAnswer, receive: Receive) -> None:
         work = asyncio.create_task(self._dispatcher.serve(request, answer))

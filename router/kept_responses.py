@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..runtime.web.keys import Caller
 from ..runtime.web.responses.keeper import ResponseKeeper, refused
 from ..runtime.web.responses.request import RequestRefused
 from .client_bodies import ClientBodies
@@ -21,7 +22,8 @@ class ResponsesEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await self._bodies.read(Request(scope, receive))
         try:
-            request = await self._keeper.read(scope, raw, self._bodies.limit)
+            with self._bodies.hold(len(raw), Caller.of(scope).name):
+                request = await self._keeper.read(scope, raw, self._bodies.limit)
         except RequestRefused as e:
             await refused(scope, e)(scope, receive, send)
             return

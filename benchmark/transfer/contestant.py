@@ -54,7 +54,7 @@ class Contestant:
         self._owner: SideProcess | None = None
         try:
             self._connect()
-        except BaseException:
+        except BaseException:  # also when interrupted: its processes must not outlive it
             self._ending.close()
             raise
 

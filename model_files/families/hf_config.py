@@ -18,10 +18,13 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
 }
-NO_ATTENTION_BIAS = frozenset({"mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"})
-"""Families that have no ``attention_bias`` in transformers, so that a null changes nothing."""
 MLP_BIAS = frozenset({"llama", "deepseek_v2", "granite", "smollm3"})
 """Families that have ``mlp_bias`` in transformers; in others a null changes nothing."""
+ATTENTION_BIAS = frozenset(
+    {"llama", "glm", "glm4", "gpt_oss", "granite", "olmo2", "olmo3", "smollm3"}
+    | {"gemma2", "gemma3_text", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"}
+)
+"""Families that have ``attention_bias`` in transformers; in others a null changes nothing."""
 CLAMPED_GAIN = 1.702
 """Gain of the sigmoid in the network of ``ExpertsSpec.limit``."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -55,7 +58,7 @@ class HFConfig(HFValues):
 
     def attention(self) -> AttentionSpec:
         """Read the plain attention of a layer: one rope, no window. ``attention_bias`` is for all projections."""
-        bias = self.flag("attention_bias", nullable=self.family in NO_ATTENTION_BIAS)
+        bias = self.flag("attention_bias", nullable=self.family not in ATTENTION_BIAS)
         return AttentionSpec(
             heads=self.heads,
             kv_heads=whole(self.get("num_key_value_heads") or self.heads),
@@ -88,7 +91,7 @@ class HFConfig(HFValues):
         """
         older = self.get("num_experts")
         return ExpertsSpec(
-            count=self.integer("num_local_experts") if older is None else int(older),
+            count=self.integer("num_local_experts") if older is None else whole(older),
             chosen=self.integer("num_experts_per_tok"),
             inner=self.integer(inner),
             activation=self.activation(),

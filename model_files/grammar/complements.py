@@ -220,8 +220,8 @@ def _are_types_disjoint(one: dict[str, Any], two: dict[str, Any]) -> bool:
 def _outside_types(schema: dict[str, Any]) -> Iterator[Any]:
     """Yield one schema of all types that no value of ``schema`` has.
 
-    If its values have every type, yield False if ``type`` says so, and None if listed values do.
-    Yield nothing for a schema without ``type``, ``const`` and ``enum``.
+    If ``type`` lists every type, yield False, which matches nothing. If listed values have every type, yield None: by
+    types, nothing is known to be outside. Yield nothing for a schema without ``type``, ``const`` and ``enum``.
     """
     if schema.keys() & {"const", "enum", "type"}:
         has = _types(schema)

@@ -14,14 +14,14 @@ PER_BYTE = "pdserve-replace-each-byte"
 """Error handler that shows one U+FFFD for each byte that is part of no character, as SentencePiece does."""
 
 
-class Decoded(NamedTuple):
+class DecodedBytes(NamedTuple):
     """``text`` is certain. ``rest`` are up to three bytes that more bytes may complete."""
 
     text: str
     rest: bytes
 
 
-def decode_utf8(data: bytes, errors: str) -> Decoded:
+def decode_utf8(data: bytes, errors: str) -> DecodedBytes:
     """Decode as much of ``data`` as is certain, and return it with the bytes left over.
 
     ``errors``: name of the codec error handler for bytes that are no UTF-8, such as ``PER_BYTE``.
@@ -30,8 +30,8 @@ def decode_utf8(data: bytes, errors: str) -> Decoded:
     rest = data[used:]
     if rest >= SURROGATE and rest < b"\xee":
         # Python waits for a surrogate's third byte, though no third byte makes a character of it.
-        return Decoded(text + rest.decode(errors=errors), b"")
-    return Decoded(text, rest)
+        return DecodedBytes(text + rest.decode(errors=errors), b"")
+    return DecodedBytes(text, rest)
 
 
 def _replace_each(error: UnicodeError) -> tuple[str, int]:

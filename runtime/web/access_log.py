@@ -23,7 +23,7 @@ from ...messages.metrics import Labelled
 from ..logs import REQUEST_ID
 from ..refusal_log import RefusalLog
 from .errors import ErrorShape, message_error, plain_error
-from .paths import Access, PathFacts, PathTable
+from .paths import Access, AtRouter, PathFacts, PathTable
 from .proxies import UNKNOWN, TrustedProxies
 from .sse import OPENAI_STREAM, StreamFormat
 
@@ -42,6 +42,15 @@ OLLAMA_PREFIX = "/api/"
 SCOPE_KEY = "pdserve.access_record"
 
 
+def undeclared(path: str) -> PathFacts:
+    """Return the facts about a ``path`` that does not exist. Its errors have the usual shape.
+
+    Clients of Ollama also use paths of its API that do not exist here.
+    """
+    shape = message_error if path.startswith(OLLAMA_PREFIX) else plain_error
+    return PathFacts(OTHER, (), "", "", AtRouter.NOT_FOUND, error_shape=shape)
+
+
 class AccessRecord:
     """One HTTP request. Times are ``time.monotonic()`` seconds, 0 for events that have not happened."""
 
@@ -56,8 +65,8 @@ class AccessRecord:
         self.path = str(scope["path"])
         self.client = client
         """Address of the client, as in the log."""
-        self.facts: PathFacts | None = None
-        """Facts about the path; None if the path does not exist."""
+        self.facts = undeclared(self.path)
+        """Facts about the path."""
         self.is_known = False
         """Whether the client may send requests. If keys are asked for, it is False until a key was found."""
         self.started = time.monotonic()
@@ -78,22 +87,22 @@ class AccessRecord:
     @property
     def rid_prefix(self) -> str:
         """Prefix of the id that the engine's request gets if the client names none."""
-        return self.facts.rid_prefix if self.facts is not None else ""
+        return self.facts.rid_prefix
 
     @property
     def stream_format(self) -> StreamFormat:
-        """Format of the path's streams: the usual one if the path does not exist."""
-        return self.facts.stream_format if self.facts is not None else OPENAI_STREAM
+        """Format of the path's streams."""
+        return self.facts.stream_format
 
     @property
     def id_headers(self) -> tuple[bytes, ...]:
         """Headers of the answer, beside the usual one, that have the request's id."""
-        return self.facts.id_headers if self.facts is not None else ()
+        return self.facts.id_headers
 
     @property
     def label(self) -> str:
         """Label of the path in metrics; ``OTHER`` for all paths that do not exist."""
-        return self.facts.label if self.facts is not None else OTHER
+        return self.facts.label
 
     def name(self, rid: str) -> None:
         """Set ``rid``, the engine's name of the request, for the log.
@@ -125,14 +134,9 @@ class AccessRecord:
 
 
 def error_shape(scope: Scope) -> ErrorShape:
-    """Return the shape of errors at the path of ``scope``: the usual one if the path does not exist.
-
-    Clients of Ollama also use paths of its API that do not exist here.
-    """
+    """Return the shape of errors at the path of ``scope``."""
     record: AccessRecord | None = scope.get(SCOPE_KEY)
-    if record is not None and record.facts is not None:
-        return record.facts.error_shape
-    return message_error if scope["path"].startswith(OLLAMA_PREFIX) else plain_error
+    return record.facts.error_shape if record is not None else undeclared(scope["path"]).error_shape
 
 
 def stream_format(scope: Scope) -> StreamFormat:
@@ -183,7 +187,7 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         record = scope[SCOPE_KEY] = AccessRecord(scope, self._proxies.client(scope))
-        record.facts = self._table.find(record.path, record.method)
+        record.facts = self._table.find(record.path, record.method) or record.facts
         others = [(name, value) for name, value in scope["headers"] if name != HEADER]
         scope["headers"] = [*others, (HEADER, record.request_id.encode("ascii"))]
 
@@ -225,7 +229,7 @@ class AccessLog:
             "request_id": record.request_id,
             **record.details,
         }
-        level = logging.DEBUG if record.facts is not None and record.facts.is_poll else logging.INFO
+        level = logging.DEBUG if record.facts.is_poll else logging.INFO
         log.log(level, "%s", line, extra={"rid": record.rid or record.request_id, "fields": fields})
 
 
@@ -246,7 +250,7 @@ def _may_be_a_stranger(record: AccessRecord) -> bool:
     """
     if record.status in (401, 403):
         return True
-    is_open = record.facts is not None and record.facts.access is Access.OPEN
+    is_open = record.facts.access is Access.OPEN
     return 400 <= record.status < 500 and (is_open or not record.is_known)
 
 

@@ -19,10 +19,10 @@ from itertools import chain
 
 from .errors import ErrorShape, anthropic_error, message_error, plain_error
 from .moved_answer import MOVED_PATH
-from .paths import DELETE, GET, GET_OR_POST, POST, Access, AtRouter, PathFacts, PathTable, Server
+from .paths import DELETE, GET, GET_OR_POST, POST, Access, AtRouter, PathFacts, PathTable, PromptFields, Server
 from .sse import OPENAI_STREAM, StreamFormat
 
-NOT_FOUND, GENERATE, ASK_ONE, OWN = AtRouter.NOT_FOUND, AtRouter.GENERATE, AtRouter.ASK_ONE, AtRouter.OWN
+NOT_FOUND, ASK_ONE, OWN = AtRouter.NOT_FOUND, AtRouter.ASK_ONE, AtRouter.OWN
 OPEN, METRICS, USER, CACHE, ADMIN = Access.OPEN, Access.METRICS, Access.USER, Access.CACHE, Access.ADMIN
 
 Api = tuple[PathFacts, ...]
@@ -107,10 +107,29 @@ def post(
     return PathFacts(path, POST, endpoint, does, at_router, access, rid_prefix=rid_prefix, ends_work=ends_work)
 
 
+def generate(
+    path: str,
+    endpoint: str,
+    does: str,
+    *,
+    rid_prefix: str = "",
+    prompts: tuple[str, ...] = (),
+    parts: tuple[str, ...] = (),
+) -> PathFacts:
+    """Declare a path that generates. ``prompts`` and ``parts`` are those of ``PromptFields``."""
+    facts = post(path, endpoint, does, AtRouter.GENERATE, rid_prefix=rid_prefix)
+    return facts._replace(prompt_fields=PromptFields(prompts, parts))
+
+
 def delete(path: str, endpoint: str, does: str, at_router: AtRouter, access: Access = USER) -> PathFacts:
     """Declare a path that is served for DELETE. The arguments are fields of ``PathFacts``."""
     return PathFacts(path, DELETE, endpoint, does, at_router, access)
 
+
+NATIVE = generate(
+    "/generate", "native.generate:generate", "generate, SGLang's native shape", prompts=("input_ids", "text")
+)
+"""The path with the engine's own form of bodies, as health checks send it."""
 
 APIS: tuple[Api, ...] = (
     # State of the server
@@ -141,22 +160,22 @@ APIS: tuple[Api, ...] = (
         get("/props", "status.info:props", "limits and template of the model, in llama-server's words", ASK_ONE),
     ),
     # SGLang's
-    api(post("/generate", "native.generate:generate", "generate, SGLang's native shape", GENERATE)),
+    api(NATIVE),
     # OpenAI's
     api(
-        post(
+        generate(
             "/v1/completions",
             "openai.completions:completions",
             "generate, OpenAI's shape",
-            GENERATE,
             rid_prefix="cmpl-",
+            prompts=("prompt",),
         ),
-        post(
+        generate(
             "/v1/chat/completions",
             "openai.chat:chat_completions",
             "answer a conversation, OpenAI's shape",
-            GENERATE,
             rid_prefix="chatcmpl-",
+            parts=("messages", "tools"),
         ),
     ),
     # Ollama's
@@ -166,19 +185,29 @@ APIS: tuple[Api, ...] = (
         get("/api/tags", "ollama.models:list_models", "the names of the model, as Ollama lists them", ASK_ONE),
         get("/api/ps", "ollama.models:list_running", "the model in memory, as Ollama lists it", ASK_ONE),
         post("/api/show", "ollama.models:show", "limits and capabilities of the model, Ollama's shape", ASK_ONE),
-        post("/api/generate", "ollama.generate:generate", "answer a prompt, Ollama's shape", GENERATE),
-        post("/api/chat", "ollama.generate:chat", "answer a conversation, Ollama's shape", GENERATE),
+        generate(
+            "/api/generate",
+            "ollama.generate:generate",
+            "answer a prompt, Ollama's shape",
+            parts=("system", "prompt"),
+        ),
+        generate(
+            "/api/chat",
+            "ollama.generate:chat",
+            "answer a conversation, Ollama's shape",
+            parts=("messages", "tools"),
+        ),
         error_shape=message_error,
         stream_format=OLLAMA_LINES,
     ),
     # Anthropic's
     api(
-        post(
+        generate(
             "/v1/messages",
             "anthropic.messages:messages",
             "answer a conversation, Anthropic's shape",
-            GENERATE,
             rid_prefix="msg_",
+            parts=("system", "messages", "tools"),
         ),
         post(
             "/v1/messages/count_tokens",
@@ -192,12 +221,12 @@ APIS: tuple[Api, ...] = (
     ),
     # OpenAI's, with items and typed events
     api(
-        post(
+        generate(
             "/v1/responses",
             "responses.endpoints:create_response",
             "answer a conversation of items, OpenAI's Responses API",
-            GENERATE,
             rid_prefix="resp_",
+            parts=("instructions", "input", "tools"),
         ),
         get("/v1/responses/{id:path}", "responses.kept:get_response", "a response that is kept", OWN),
         post(

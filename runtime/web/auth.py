@@ -7,14 +7,13 @@ import hmac
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from hashlib import sha256
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...messages.error_codes import OVERLOADED
 from ..cluster_secret import TooManySignatures
 from .access_log import AccessRecord
-from .cluster_auth import OPEN_SERVER, PROOF_HEADER, PROOF_PATH, OpenServer
+from .cluster_auth import OPEN_SERVER, PROOF_HEADER, PROOF_PATH, OpenServer, body_hash
 from .keys import ADMIN, ANYBODY, KEY_NAME_HEADER, SCOPE_KEY, Caller, Keys
 from .path_guard import error_answer
 from .paths import Access, PathTable
@@ -179,11 +178,11 @@ def _with_header(send: Send, header: tuple[bytes, bytes]) -> Send:
 
 
 def _with_digest(receive: Receive, digest: bytes) -> Receive:
-    """Make a ``receive`` that compares the body with its signed SHA-256, ``digest``.
+    """Make a ``receive`` that compares the body with its signed ``digest``.
 
     If they differ, the client seems to disconnect before the last part of the body.
     """
-    seen = sha256()
+    seen = body_hash()
 
     async def receive_checked() -> Message:
         message = await receive()

@@ -30,11 +30,12 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from hashlib import sha256
+from hashlib import blake2b
+from itertools import count
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from ..cluster_secret import FRESH_SECONDS, ClusterSecret, KeyRing, OnceOnly
+from ..cluster_secret import FRESH_SECONDS, MAC_BYTES, ClusterSecret, KeyRing, OnceOnly, mac
 from .keys import KEY_NAME_HEADER
 from .ports import is_loopback
 
@@ -57,11 +58,11 @@ class Signed(NamedTuple):
     caller: bytes
     """Name of the API key that the router has checked."""
     digest: bytes
-    """SHA-256 of the body."""
+    """Digest of the body, by ``body_hash``."""
 
 
 async def digest_of(body: Sequence[bytes | memoryview]) -> bytes:
-    """Return the SHA-256 of a request's body in hexadecimal digits.
+    """Return the digest of a request's body, by ``body_hash``, in hexadecimal digits.
 
     Long ones are hashed on a thread: 16 MiB take 20 ms.
     """
@@ -71,10 +72,15 @@ async def digest_of(body: Sequence[bytes | memoryview]) -> bytes:
 
 
 def _digest(body: Sequence[bytes | memoryview]) -> bytes:
-    digest = sha256()
+    digest = body_hash()
     for piece in body:
         digest.update(piece)
     return digest.hexdigest().encode()
+
+
+def body_hash() -> blake2b:
+    """Return a new hash for the pieces of a body."""
+    return blake2b(digest_size=MAC_BYTES)
 
 
 class ClusterAccess(ABC):
@@ -129,9 +135,11 @@ class ClusterClient(ClusterAccess):
         self._key = ring.keys("requests to an instance")[0]
         self._places: dict[bytes, str] = {}
         """Where each epoch was found first."""
+        self._nonces = map(f"{secrets.token_hex(8)}{{:x}}".format, count())
+        """Never given by another client: the digits of a random number, then those of a counter."""
 
     async def digest(self, body: Sequence[bytes | memoryview]) -> bytes:
-        """Return the SHA-256 of the body in hexadecimal digits."""
+        """Return the digest of the body, by ``body_hash``, in hexadecimal digits."""
         return await digest_of(body)
 
     async def prove(self, ask: Callable[[ClusterClient], Awaitable[None]]) -> None:
@@ -156,7 +164,7 @@ class ClusterClient(ClusterAccess):
         """
         epoch, port, *macs = [*(proof or b"")[:MAX_PROOF_BYTES].split(b"."), b"", b""]
         expected = [_mac(key, challenge, epoch, port) for key in self._proof_keys]
-        if not any(hmac.compare_digest(mac, ours) for mac in macs for ours in expected):
+        if not any(hmac.compare_digest(each, ours) for each in macs for ours in expected):
             return None
         if port not in (b"0", b"%d" % (urlsplit(url).port or 0)):
             return None
@@ -177,7 +185,7 @@ class ClusterClient(ClusterAccess):
 
         ``target``: the path and query. ``digest``: of the body, by ``digest_of``.
         """
-        signed = b".".join((b"%.0f" % now, secrets.token_hex(8).encode(), digest))
+        signed = b".".join((b"%.0f" % now, next(self._nonces).encode(), digest))
         mac = _mac(self._key, signed, epoch, method.encode(), target.encode(), _caller(headers))
         return SIGNATURE_HEADER, signed + b"." + mac
 
@@ -248,7 +256,7 @@ class ClusterServer(OpenServer):
         signed, _, given = signature.rpartition(b".")
         fields, caller = signed.split(b"."), _caller(headers)
         macs = (_mac(key, signed, self._epoch, method.encode(), target, caller) for key in self._keys)
-        if not any(hmac.compare_digest(given, mac) for mac in macs) or len(fields) != 3:
+        if not any(hmac.compare_digest(given, each) for each in macs) or len(fields) != 3:
             return "the request's signature is not that of a router with this cluster's secret, for this instance"
         made = float(fields[0])
         age = now - made
@@ -265,4 +273,4 @@ def _caller(headers: Headers) -> bytes:
 
 def _mac(key: bytes, *fields: bytes) -> bytes:
     content = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
-    return hmac.new(key, content, sha256).hexdigest().encode()
+    return mac(key, content).encode()

@@ -53,6 +53,15 @@ class Server(Flag):
     BOTH = INSTANCE | ROUTER
 
 
+class PromptFields(NamedTuple):
+    """Fields of a path's bodies that hold what the model reads. All others leave a router's choice as it is."""
+
+    prompts: tuple[str, ...] = ()
+    """Fields of which one is given: a prompt, or a list of them."""
+    parts: tuple[str, ...] = ()
+    """Fields that become parts of one prompt together."""
+
+
 class PathFacts(NamedTuple):
     """Declaration of a path, known without an application."""
 
@@ -84,6 +93,8 @@ class PathFacts(NamedTuple):
     """Framing of the path's streams."""
     id_headers: tuple[bytes, ...] = ()
     """Headers of an answer, beside ``x-request-id``, that have the request's id."""
+    prompt_fields: PromptFields = PromptFields()
+    """Prompts in the bodies of a path that a router generates for."""
 
     @property
     def only_reads(self) -> bool:

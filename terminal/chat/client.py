@@ -40,16 +40,16 @@ class ChatTurn(NamedTuple):
     content: str
 
 
-class ListedModel(msgspec.Struct, frozen=True):
+class ServedName(msgspec.Struct, frozen=True):
     """An entry of ``/v1/models``."""
 
     id: str
 
 
-class ListedModels(msgspec.Struct, frozen=True):
+class ServedNames(msgspec.Struct, frozen=True):
     """``/v1/models``."""
 
-    data: list[ListedModel] = []
+    data: list[ServedName] = []
 
 
 class ChatClient:
@@ -77,7 +77,7 @@ class ChatClient:
             answer = self._http.get("/v1/models", timeout=QUESTION_SECONDS)
             if answer.status_code != httpx.codes.OK:
                 raise ChatError(self._refusal(answer.status_code, answer.content))
-            models = decode(msgspec.json.Decoder(ListedModels), answer.content, MAX_BYTES).data
+            models = decode(msgspec.json.Decoder(ServedNames), answer.content, MAX_BYTES).data
         if not models:
             raise ChatError(f"{self._url} lists no model; name one with --model")
         return models[0].id

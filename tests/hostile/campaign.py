@@ -12,9 +12,12 @@ from typing import Any
 
 from support.machine import limit
 
+from pdserve.runtime.web.moved_answer import MOVED_PATH
+
 from . import client, local, peer
 from .cluster import MALLORY, Cluster, cluster
 from .neighbour import Neighbour
+from .sound import USER_PATHS
 from .watch import Record, Vitals
 
 Attack = Callable[[Cluster, Neighbour, Record, int, threading.Event], list[threading.Thread]]
@@ -44,10 +47,19 @@ class Report:
                 f"{sent} attacks in {self.seconds:.0f} s: {kinds}",
                 f"statuses: {dict(sorted(self.record.statuses.items()))}",
                 f"the neighbour's answers: {asked}, the slowest after {self.neighbour.slowest:.1f} s",
+                *([self.record.path_table(), unserved(self.record)] if self.record.paths else []),
                 self.memory,
                 *(f"VIOLATED: {problem:.6000}" for problem in self.problems[:MOST_PROBLEMS]),
             ]
         )
+
+
+def unserved(record: Record) -> str:
+    """Return a line with the paths that a user key may use and that served nothing: they are hardly attacked."""
+    served = {path for path, statuses in record.paths.items() if any(status < 400 for status in statuses)}
+    # Only another instance has a ticket for the rest of an answer.
+    wanted = [f"{method} {one.label}" for one in USER_PATHS if one.label != MOVED_PATH for method in one.methods]
+    return f"paths that served nothing: {', '.join(path for path in wanted if path not in served) or 'none'}"
 
 
 def campaign(who: str, folder: Path, backend: str, seed: int, seconds: float) -> Report:
@@ -91,7 +103,13 @@ def aftermath(target: Cluster, neighbour: Neighbour, vitals: Vitals) -> list[str
     """Return what is wrong with the cluster once the attacker has gone."""
     problems: list[str] = []
     before = len(neighbour.problems)
-    for check in (neighbour.ask_all, lambda: client.clean_up(target), lambda: target.wait_given_back(60)):
+    checks: list[Callable[[], None]] = [
+        neighbour.ask_all,
+        neighbour.responses.delete,
+        lambda: client.clean_up(target),
+        lambda: target.wait_given_back(60),
+    ]
+    for check in checks:
         try:
             check()
         except Exception as e:  # noqa: BLE001

@@ -5,80 +5,89 @@ from __future__ import annotations
 import json
 import random
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from urllib.parse import quote
 
-import httpx
 from support.hostile_http import HostileClient
 from support.machine import limit
 
+from pdserve.runtime.web.paths import PathFacts
+
 from .bodies import ODD_NAMES, WORDS, Bodies
+from .bombs import bomb
 from .cluster import ALICE, MALLORY, Cluster
+from .distortions import Distortions
+from .kept_responses import KeptResponseAttacks
 from .neighbour import Neighbour
+from .sender import Sender, read_all, read_none
+from .sound import FORBIDDEN, FORBIDDEN_PATHS, STREAMED, USER_PATHS, Known, sound_request
 from .watch import Record
 
-RST = struct.pack("ii", 1, 0)
 CROWD = 400
 """Connections of a crowd."""
-READ_BYTES = 8 << 20
-"""Bytes of one answer that the attacker reads before it hangs up."""
 SPARED = ("/docs", "/flush_cache")
-
-
-def grammar_bomb(rng: random.Random) -> dict[str, Any]:
-    """Return a field of structured output that asks for much work. Each is a grammar of its own."""
-    number = rng.getrandbits(40)
-    nested: dict[str, Any] = {"const": number}
-    for i in range(rng.randint(4, 14)):
-        nested = {"anyOf": [nested, {"type": "object", "properties": {f"k{i}": nested}}]}
-    many = {f"p{i}": {"type": "integer"} for i in range(rng.choice((200, 2000)))}
-    patterns = [{"type": "string", "pattern": f"a.*{i}.*{number}"} for i in range(rng.choice((4, 20)))]
-    fields: list[dict[str, Any]] = [
-        {"json_schema": nested},
-        {"json_schema": {"type": "object", "properties": many, "title": number}},
-        {"json_schema": {"allOf": patterns}},
-        {"json_schema": {"enum": [f"{number} {i}" for i in range(8000)]}},
-        {"json_schema": "[" * 100_000},
-        {"regex": f"(.*{number % 10}){{200}}" * 20},
-        {"regex": f"([ab]*c?|{number}){{1,500}}"},
-        {"ebnf": f'root ::= root root | "a" | "" | "{number}"'},
-    ]
-    return rng.choice(fields)
+POSTED = tuple(facts for facts in USER_PATHS if "POST" in facts.methods)
+GENERATING = tuple(facts for facts in USER_PATHS if facts.label in STREAMED)
+LARGE_BODIES = (
+    *(b'{"text": "%b"}', b'{"input_ids": [%b1]}', b'{"a": [%b1]}', b'{"text": [%b"a"]}', b'{"input": "%b"}'),
+    *(b'{"input": [%b1]}', b'{"messages": [%b1]}', b'{"messages": [%b"a"]}', b'{"prompt": "%b"}', b'{"tools": [%b1]}'),
+)
+"""Bodies of one field with room for many values or characters."""
 
 
 class HostileUser:
     """One thread's attacks with mallory's key, by ``seed``; ``attack`` makes one."""
 
-    def __init__(self, cluster: Cluster, neighbour: Neighbour, record: Record, seed: int, probes: list[int]) -> None:
-        self._cluster, self._neighbour, self._record = cluster, neighbour, record
+    def __init__(
+        self,
+        cluster: Cluster,
+        neighbour: Neighbour,
+        record: Record,
+        seed: int,
+        probes: list[int],
+        known: Known,
+    ) -> None:
+        self._cluster, self._neighbour, self._record, self._known = cluster, neighbour, record, known
         self._rng = random.Random(seed)
-        self._seed = seed
-        self._http = cluster.client(MALLORY)
-        page = self._http.get(cluster.instances["decode"] + "/openapi.json").raise_for_status().json()
-        self._bodies = Bodies(page, self._rng)
+        self._sender = Sender(cluster, record, self._rng)
+        self._send = self._sender.send
+        page = self._sender.http.get(cluster.instances["decode"] + "/openapi.json").raise_for_status().json()
+        self._bodies, self._distortions = Bodies(page, self._rng), Distortions(self._rng)
         self._probes = probes
         """The neighbour's questions with prompts that no thread has asked yet."""
+        self._deck: list[PathFacts] = []
+        """Paths that are left of the present round. A round attacks each path at least once."""
         self._kinds: list[tuple[Callable[[], None], int]] = [
-            (self.generated, 60),
+            (self.generated, 40),
+            (self.nearly_sound, 60),
             (self.odd_http, 12),
             (self.sessions, 8),
-            (self.stream_left, 8),
+            (self.stream_left, 12),
             (self.foreign_names, 6),
-            (self.bomb, 3),
+            (self.bomb, 6),
             (self.half_request, 5),
             (self.crowd, 1),
             (self.large_body, 1),
             (self.probe_cache, 2),
             (self.speak_as, 3),
+            *KeptResponseAttacks(self._sender, neighbour, record, known, self._rng).kinds,
         ]
 
     def attack(self) -> None:
         """Make one attack, drawn by weight."""
         (kind,) = self._rng.choices([k for k, _ in self._kinds], [w for _, w in self._kinds])
         kind()
+
+    def close(self) -> None:
+        """Delete the responses that are known, and close all connections."""
+        with suppress(IndexError):
+            while True:
+                server, response_id = self._known.responses.pop()
+                self._send("clean up", "DELETE", f"/v1/responses/{quote(response_id, safe='')}", url=server)
+        self._sender.close()
 
     # --- kinds of attacks ---
 
@@ -89,6 +98,22 @@ class HostileUser:
         method = operation.method if rng.random() < 0.95 else rng.choice(("GET", "POST", "DELETE", "PUT", "HEAD"))
         body = self._bodies.body(operation.schema) if operation.schema is not None else b""
         self._send("generated", method, self._bodies.target(operation), body)
+
+    def nearly_sound(self) -> None:
+        """Send a request that its handler accepts, or one with one thing wrong."""
+        rng = self._rng
+        if not self._deck:
+            self._deck = [*USER_PATHS, *POSTED, *POSTED]
+            rng.shuffle(self._deck)
+        request, url = sound_request(self._deck.pop(), rng, self._known), self._sender.url()
+        body = b""
+        if request.body is not None:
+            wrong = rng.random() < 0.55
+            body = self._distortions.distorted(request.body) if wrong else json.dumps(request.body).encode()
+        reads = read_none if rng.random() < 0.05 else read_all
+        status, answer = self._send("nearly sound", request.method, request.path, body, url=url, reads=reads)
+        if status == 200 and request.label == "/v1/responses":
+            self._known.note(url, answer)
 
     def odd_http(self) -> None:
         """Broken HTTP with a good key."""
@@ -116,6 +141,7 @@ class HostileUser:
             ("POST", "/slots/0?action=erase", None),
             ("GET", "/kv/sessions", None),
             ("DELETE", "/kv/sessions/" + name.encode(errors="replace").hex(), None),
+            ("DELETE", f"/kv/sessions/m{rng.randrange(5)}", None),
             ("DELETE", f"/kv/sessions/m{rng.randrange(5)}?owner={ALICE}", None),
         ]
         # The name is the attacker's own word here: an answer may repeat it. A session of its own may not have it.
@@ -128,79 +154,55 @@ class HostileUser:
                 self._record.violated(f"another's session was restored: {answer[:300]!r}")
 
     def stream_left(self) -> None:
-        """Start a stream, at times with forks, and leave, abort or move it while it runs."""
+        """Start a stream of any API, at times with forks, and leave or abort it, or both, while it runs."""
         rng, rid = self._rng, f"m{self._rng.randrange(4)}"
-        params = {"max_new_tokens": rng.choice((5, 200, 1500)), "ignore_eos": True, "n": rng.choice((1, 1, 4, 64))}
-        body = {"text": rng.choice(WORDS) * rng.choice((1, 100)), "stream": True, "rid": rid, "sampling_params": params}
-        self._record.sent("stream left", body)
-        url = self._url()
-        with suppress(httpx.HTTPError), self._http.stream("POST", url + "/generate", json=body) as answer:
-            for count, data in enumerate(answer.iter_bytes(), 1):
-                self._record.got("stream left", answer.status_code, data)
-                if count == rng.choice((1, 3)):
-                    break
-            self._send("abort", "POST", "/abort_request", json.dumps({"rid": rid}).encode())
+        request = sound_request(rng.choice(GENERATING), rng, self._known).limited(rng.choice((5, 200, 1500)))
+        body: dict[str, Any] = {**(request.body or {}), "stream": True, "rid": rid}
+        if request.label == "/generate":
+            params = body["sampling_params"] | {"ignore_eos": True, "n": rng.choice((1, 1, 4, 64))}
+            body |= {"text": rng.choice(WORDS) * rng.choice((1, 100)), "sampling_params": params}
+        url, left = self._sender.url(), rng.choice((1, 3, 1000))
+        abort = json.dumps({"rid": rid}).encode()
+        aborts_at = rng.choice((0, left - 1))
+
+        def reads(answer: bytes) -> bool:
+            nonlocal left
+            if left == aborts_at:
+                self._send("abort", "POST", "/abort_request", abort, url=url)
+            left -= 1
+            return left > 0
+
+        self._send("stream left", "POST", request.path, json.dumps(body).encode(), url=url, reads=reads)
 
     def foreign_names(self) -> None:
         """Orders about requests and things that are not the attacker's."""
         rng, canary = self._rng, self._neighbour.canary
-        body, path = rng.choice(
-            [
-                ({"rid": canary}, "/abort_request"),
-                ({"abort_all": True}, "/abort_request"),
-                ({"rid": ""}, "/abort_request"),
-                ({"rid": "x", "bootstrap_host": "127.0.0.1", "bootstrap_port": 1}, "/migrate"),
-                ({"to": ["127.0.0.1:1"]}, "/drain"),
-                ({"role": "decode"}, "/role"),
-                ({"max_total_tokens": 64}, "/kv/resize"),
-                ({"text": canary}, "/kv/hashes"),
-                ({}, "/release_memory_occupation"),
-                ({"output_dir": "../x"}, "/start_profile"),
-                ({}, "/stop_profile"),
-                ({}, "/flush_cache"),
-            ]
-        )
-        status, answer = self._send("foreign names", "POST", path, json.dumps(body).encode(), judged=False)
-        if path != "/abort_request" and status == 200:
-            self._record.violated(f"foreign names: {path} obeyed a user: {answer[:300]!r}")
+        if rng.random() < 0.3:
+            body = rng.choice(({"rid": canary}, {"abort_all": True}, {"rid": ""}))
+            self._send("foreign names", "POST", "/abort_request", json.dumps(body).encode(), judged=False)
+            return
+        facts = rng.choice(FORBIDDEN_PATHS)
+        (method,), order = facts.methods, FORBIDDEN[facts.label]
+        data = json.dumps(order).encode() if order is not None else b""
+        status, answer = self._send("foreign names", method, facts.path, data, judged=False)
+        if status == 200:
+            self._record.violated(f"foreign names: {facts.path} obeyed a user: {answer[:300]!r}")
 
     def bomb(self) -> None:
         """Send few bytes that ask for much work or output."""
-        rng = self._rng
-        many = {"max_new_tokens": 1500, "n": 64, "ignore_eos": True}
-        bodies: list[tuple[str, dict[str, Any]]] = [
-            (
-                "/generate",
-                {"text": "a " * 1500, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 128},
-            ),
-            ("/generate", {"text": ["a " * 200] * 200, "sampling_params": {"max_new_tokens": 1, "n": 64}}),
-            ("/generate", {"text": "a", "sampling_params": many, "return_logprob": True, "top_logprobs_num": 20}),
-            ("/generate", {"text": "b", "sampling_params": many | {"logit_bias": {str(i): 1.0 for i in range(1024)}}}),
-            ("/v1/completions", {"prompt": "a " * 1500, "logprobs": 20, "echo": True, "max_tokens": 1}),
-            ("/tokenize", {"prompt": "a b " * 250_000}),
-            ("/detokenize", {"tokens": [7] * 130_000}),
-            ("/generate", {"input_ids": [[5]] * 4096, "sampling_params": {"max_new_tokens": 1}}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 16_000, "max_tokens": 1}),
-            ("/generate", {"text": "c", "sampling_params": {"max_new_tokens": 400, **grammar_bomb(rng)}}),
-        ]
-        path, body = rng.choice(bodies)
-        self._send("bomb", "POST", path, json.dumps(body).encode(), leave=rng.random() < 0.5)
+        path, body = bomb(self._rng)
+        reads = read_none if self._rng.random() < 0.5 else read_all
+        self._send("bomb", "POST", path, json.dumps(body).encode(), reads=reads)
 
     def half_request(self) -> None:
-        """Send a part of a request, and then silence, a reset or an end."""
+        """Send a part of a request, and then a reset or an end."""
         rng = self._rng
-        head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {self._cluster.keys[MALLORY]}\r\n"
-        length = rng.choice((10, 1 << 20, 33 << 20))
-        data = f"{head}content-length: {length}\r\n\r\n".encode() + b'{"text": "' + b"x" * rng.choice((0, 100, 1 << 20))
-        self._record.sent("half request", data[:300])
-        with suppress(OSError), self._connected() as sock:
-            sock.sendall(data[: rng.randrange(1, len(data))] if rng.random() < 0.3 else data)
-            if rng.random() < 0.5:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST)
-            else:
-                sock.shutdown(socket.SHUT_WR)
-                sock.settimeout(2)
-                self._record.seen("half request", sock.recv(1 << 16))
+        request = sound_request(rng.choice(POSTED), rng, self._known)
+        whole = json.dumps(request.body).encode()
+        body = whole[: rng.randrange(len(whole))] + b"x" * rng.choice((0, 100, 1 << 20))
+        self._sender.send_part(
+            "half request", request.path, body, rng.choice((10, 1 << 20, 33 << 20)), resets=rng.random() < 0.5
+        )
 
     def crowd(self) -> None:
         """Open many connections at once that send nothing, or half a head."""
@@ -208,7 +210,7 @@ class HostileUser:
         socks: list[socket.socket] = []
         with suppress(OSError):
             for i in range(CROWD):
-                socks.append(self._connected())
+                socks.append(self._sender.connected(self._sender.url()))
                 if i % 2:
                     socks[-1].sendall(b"GET /livez HTTP/1.1\r\nx: " + b"y" * 30_000)
         for sock in socks:
@@ -216,10 +218,11 @@ class HostileUser:
 
     def large_body(self) -> None:
         """Send a body near the limit that is cheap to send and expensive to parse."""
-        size = self._rng.choice((1 << 20, 8 << 20, 31 << 20, 34 << 20))
-        kind = self._rng.choice((b'{"text": "%b"}', b'{"input_ids": [%b1]}', b'{"a": [%b1]}', b'{"text": [%b"a"]}'))
+        rng = self._rng
+        size, kind = rng.choice((1 << 20, 8 << 20, 31 << 20, 34 << 20)), rng.choice(LARGE_BODIES)
         unit = b"1," if b"[%b1]" in kind else b'"a",' if b"[" in kind else b"x"
-        self._send("large body", "POST", "/generate", kind % (unit * (size // len(unit))))
+        path = sound_request(rng.choice(POSTED), rng, self._known).path
+        self._send("large body", "POST", path, kind % (unit * (size // len(unit))))
 
     def probe_cache(self) -> None:
         """Send the neighbour's own prompt: the answer must not show that it is cached."""
@@ -250,44 +253,6 @@ class HostileUser:
         path = rng.choice(("/kv/sessions", "/server_info", "/transfers", "/metrics", "/livez", "/moved"))
         self._send("speak as", "POST" if path == "/moved" else "GET", path, b"", headers=headers)
 
-    # --- how ---
-
-    def _url(self) -> str:
-        urls = self._cluster.urls
-        return urls[self._rng.choice(("router", "router", *sorted(urls)))]
-
-    def _connected(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", int(self._url().rpartition(":")[2])), 10)
-
-    def _send(
-        self,
-        kind: str,
-        method: str,
-        path: str,
-        body: bytes,
-        *,
-        headers: dict[str, str] | None = None,
-        leave: bool = False,
-        judged: bool = True,
-    ) -> tuple[int, bytes]:
-        """Send it to the router or an instance; returns status and answer, status 0 where none came."""
-        url = self._url() + path
-        self._record.sent(kind, (method, url, body[:500]))
-        answer = b""
-        try:
-            with self._http.stream(
-                method, url, content=body, headers={"content-type": "application/json"} | (headers or {})
-            ) as response:
-                for data in response.iter_raw():
-                    answer += data
-                    if leave or len(answer) > READ_BYTES:
-                        break
-                lines = repr(response.headers.raw).encode()
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError):
-            return 0, b""
-        self._record.got(kind, response.status_code, answer if judged else b"", lines)
-        return response.status_code, answer
-
 
 THREADS = 5
 
@@ -298,11 +263,13 @@ def attack(
     """Start the threads of a hostile client; each ends after ``stop`` is set."""
     probes = list(range(len(neighbour.questions)))
 
+    known = Known()
+
     def run(number: int) -> None:
-        user = HostileUser(cluster, neighbour, record, seed * 100 + number, probes)
+        user = HostileUser(cluster, neighbour, record, seed * 100 + number, probes, known)
         while not stop.is_set():
             user.attack()
-        user._http.close()
+        user.close()
 
     threads = [threading.Thread(target=run, args=(number,), name=f"client {number}") for number in range(THREADS)]
     for thread in threads:

@@ -13,12 +13,15 @@ import httpx
 import psutil
 from support.machine import limit
 from support.processes import NO_REUSE, Launched, launched, wait_until
+from support.scripted_model import TEMPLATE
 from support.tiny_model import tiny_args
 
 ALICE, MALLORY = "alice", "mallory"
 """Names of the two user keys: the neighbour's and the attacker's."""
 POOL_TOKENS = 16384
 ROUTER = "router"
+MODEL = "smollm2"
+"""Name of the model for clients."""
 
 
 class Usage(NamedTuple):
@@ -158,6 +161,9 @@ def cluster(folder: Path, backend: str) -> Iterator[Cluster]:
         "--kv-sessions-dir",
         str(folder / "sessions"),
     ]
+    # The tokenizer's own template has neither tools nor reasoning.
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    args += ["--chat-template", str(folder / "chat.jinja"), "--served-model-name", MODEL]
     args += ["--api-key-file", str(folder / "users"), "--admin-key-file", str(folder / "admin"), "--return-kv"]
     args += ["--cluster-secret-file", str(folder / "secret"), "--disaggregation-transfer-backend", backend]
     with launched(folder, "cluster", "up", *args, "--threads", "1", "--drain-timeout", "20") as server:

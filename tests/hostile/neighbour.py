@@ -14,14 +14,15 @@ from typing import Any
 import httpx
 
 from .cluster import ALICE, Cluster
+from .neighbour_responses import EXCUSED, NeighbourResponses
 
 SOURCE = "127.0.0.2"
 """Address that the neighbour connects from: shares of connections are by address."""
 QUESTIONS = 24
 TOKENS = 24
-EXCUSED = (429, 503)
-"""Statuses that say that the cluster is busy."""
 PAUSE_SECONDS = 0.05
+RESPONSES_SHARE = 0.1
+"""Share of the turns in which the neighbour reads its kept responses and goes on with them."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Neighbour:
         self.foreign: list[bytes] = []
         """What the neighbour must never be sent."""
         self.questions = [self._question(i) for i in range(QUESTIONS)]
+        self.responses = NeighbourResponses(cluster, self._client, self.canary)
         self._session = f"{self.canary}-session"
         self._snapshot(self._session)
         self._stop = threading.Event()
@@ -55,7 +57,7 @@ class Neighbour:
     @property
     def secrets(self) -> list[bytes]:
         """Return what no other user may get: the canary, its key, and parts of prompts and answers as token ids."""
-        found = [self.canary.encode(), self._cluster.keys[ALICE].encode()]
+        found = [self.canary.encode(), self._cluster.keys[ALICE].encode(), *self.responses.secrets]
         for question in self.questions:
             for ids in (question.ids[4:12], question.answer[4:12]):
                 found += [json.dumps(ids)[1:-1].encode(), json.dumps(ids, separators=(",", ":"))[1:-1].encode()]
@@ -72,9 +74,15 @@ class Neighbour:
         self._client.delete(f"{self._cluster.url}/kv/sessions/{self._session}")
 
     def ask_all(self) -> None:
-        """Ask every question once."""
+        """Ask every question once, and for the kept responses."""
+        self._check_responses()
         for question in self.questions:
             self._ask(question, stream=False)
+
+    def _check_responses(self) -> None:
+        before = len(self.responses.problems)
+        self.responses.check()
+        self.problems += self.responses.problems[before:]
 
     def _question(self, i: int) -> Question:
         words = " ".join(f"{self._rng.choice('bcdfgklmnprst')}a{self._rng.randrange(10**6)}" for _ in range(20))
@@ -96,6 +104,8 @@ class Neighbour:
     def _ask_on(self) -> None:
         while not self._stop.is_set():
             self._ask(self._rng.choice(self.questions), stream=self._rng.random() < 0.5)
+            if self._rng.random() < RESPONSES_SHARE:
+                self._check_responses()
             self._stop.wait(PAUSE_SECONDS)
 
     def _ask(self, question: Question, *, stream: bool) -> None:

@@ -11,8 +11,8 @@ from .cluster import Cluster, Usage
 
 DOCUMENTED_5XX = frozenset({501, 503, 504, 507})
 """Statuses of docs/http-api.md that say no fault of the server's: switched off, overloaded, a limit of time or room."""
-REPLACED = "pdserve grammar check"
-"""Name of a process that starts with the first grammar, and again after one that took too much."""
+REPLACED = ("pdserve grammar check", "pdserve chat template")
+"""Names of processes that end with a grammar or a conversation that took too much, and start with the next one."""
 REPLACED_BYTES = 512 << 20
 """Maximum memory of such a process: its own, and the 256 MiB that a check may take."""
 PEAK_BYTES = 768 << 20
@@ -22,6 +22,8 @@ LEFT_BYTES = 128 << 20
 LEFT_DESCRIPTORS = 16
 """Maximum growth of a process's descriptors once the attacker has hung up: pooled connections to instances."""
 KEPT = 12
+MAX_FIELDS = 500
+"""Maximum number of refused fields that are counted for one path. The attacker can invent names."""
 
 
 class Violation(AssertionError):
@@ -35,6 +37,10 @@ class Record:
     secrets: list[bytes] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
+    paths: dict[str, Counter[int]] = field(default_factory=dict)
+    """Statuses of answers, by method and path."""
+    refused: dict[str, Counter[str]] = field(default_factory=dict)
+    """Fields that errors named, by method and path: how many different checks refused something."""
     last: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
     violations: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -53,6 +59,23 @@ class Record:
             self.violated(f"{kind}: status {status}: {body[:500]!r}")
         self.seen(kind, body)
         self.seen(kind, headers)
+
+    def answered(self, path: str, status: int, refused: str) -> None:
+        """Count an answer of a path. ``refused``: the field that its error names."""
+        with self._lock:
+            self.paths.setdefault(path, Counter())[status] += 1
+            named = self.refused.setdefault(path, Counter())
+            if len(named) < MAX_FIELDS or refused in named:
+                named[refused] += 1
+
+    def path_table(self) -> str:
+        """Return the statuses of each path as lines of text, with the number of fields that it refused."""
+        lines = [f"{'path':36} {'served':>7} {'refused':>7} {'fields':>6}  statuses"]
+        for path, statuses in sorted(self.paths.items(), key=lambda item: item[0].partition(" ")[2]):
+            served = sum(count for status, count in statuses.items() if status < 400)
+            refused, fields = statuses.total() - served, len(self.refused[path])
+            lines.append(f"{path:36} {served:7} {refused:7} {fields:6}  {dict(sorted(statuses.items()))}")
+        return "\n".join(lines)
 
     def seen(self, kind: str, data: bytes) -> None:
         """Look for another's data in what the attacker was sent."""

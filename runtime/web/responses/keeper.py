@@ -85,7 +85,8 @@ class ResponseKeeper:
         """Read the body of ``POST /v1/responses``, and put the conversation so far into its input.
 
         ``limit``: maximum length of the body with it. Raises ``RequestRefused`` if it is longer, or if it names a
-        response that is not kept for this client. A response that there is no room for is not kept.
+        response that is not kept for this client. If there is no room for its input beside those of running
+        requests, the response is not kept, and says so by its ``store``.
         """
         owner = owner_of(scope)
 
@@ -101,8 +102,8 @@ class ResponseKeeper:
             request = read(_small(find, LARGE_BYTES - len(raw)))
         except _Large:
             request = await self._aside.run(True, lambda: read(find))
-        if request.keeps and not self._store.has_room(owner, request.held):
-            return request._replace(keeps=False, items=())
+        if request.keeps and not self._store.has_room(owner, len(request.items)):
+            return request.unkept()
         return request
 
     async def answer(self, request: ResponseRequest, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,11 +121,11 @@ class ResponseKeeper:
 
         def keep(running: RunningResponse, response: bytes) -> None:
             self._running.pop((owner, running.id), None)
-            self._store.put(KeptResponse(owner, running.id, response, b",".join(request.items)))
+            self._store.put(KeptResponse(owner, running.id, response, request.items))
 
         running = RunningResponse(begin, keep)
         try:
-            with self._store.hold(owner, request.held):
+            with self._store.hold(owner, len(request.items)):
                 await running.run(app, scope, receive, send)
         finally:
             self._running.pop((owner, running.id), None)
@@ -140,9 +141,13 @@ class ResponseKeeper:
         return _json(kept.response) if kept is not None else _not_found(request)
 
     async def delete(self, request: Request) -> Response:
-        """DELETE /v1/responses/{id}: drop a kept response."""
-        response_id = request.path_params["id"]
-        if not self._store.delete(owner_of(request.scope), response_id):
+        """DELETE /v1/responses/{id}: drop a kept response. A running one is refused, as it would be kept at its end."""
+        owner, response_id = owner_of(request.scope), request.path_params["id"]
+        if (owner, response_id) in self._running:
+            return refusal(
+                request.scope, 400, f"the response is running; POST /v1/responses/{response_id}/cancel ends it"
+            )
+        if not self._store.delete(owner, response_id):
             return _not_found(request)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 

@@ -15,7 +15,7 @@ REFERENCE = b'"item_reference"'
 ITEM_ID = re.compile(r"[a-z]{1,8}_(.*)_([0-9]{1,6})")
 """Id of an item: its kind, the id of its response without the prefix, and its place in the output."""
 RESPONSE_PREFIX = "resp_"
-KEPT_ELSEWHERE = b'"kept_elsewhere":true'
+KEPT_ELSEWHERE, NOT_STORED = b'"kept_elsewhere":true', b'"store":false'
 Find = Callable[[str], KeptResponse | None]
 """Finds a kept response of the client by its id."""
 
@@ -53,6 +53,10 @@ class _KeptFields(msgspec.Struct):
     bootstrap_room: msgspec.Raw = ABSENT
 
 
+class _AnyObject(msgspec.Struct):
+    """An object; its fields are skipped."""
+
+
 class _Item(msgspec.Struct):
     """What an item reference has."""
 
@@ -67,13 +71,14 @@ class ResponseRequest(NamedTuple):
     """The body that is passed on. Its input begins with the conversation so far."""
     keeps: bool
     """Whether the response is to be kept."""
-    items: Sequence[bytes]
-    """Items of the conversation before the response, JSON without the brackets of a list, in pieces."""
+    items: bytes
+    """Items of the conversation before the response, JSON without the brackets of a list. They are held until it has
+    ended. Empty if it is not to be kept.
+    """
 
-    @property
-    def held(self) -> int:
-        """Size of the items, in bytes, which are held until the response has ended."""
-        return sum(map(len, self.items))
+    def unkept(self) -> ResponseRequest:
+        """Return the request for a response that is not kept, and says so."""
+        return ResponseRequest(_with(self.body, [NOT_STORED]), False, b"")
 
 
 def read_request(raw: bytes, find: Find, limit: int, *, keeps: bool, is_first: bool) -> ResponseRequest:
@@ -86,28 +91,35 @@ def read_request(raw: bytes, find: Find, limit: int, *, keeps: bool, is_first: b
     try:
         fields = msgspec.json.decode(raw, type=_KeptFields)
         previous = _text(fields.previous_response_id)
-        new = _items(fields.input)
+        has_references = REFERENCE in raw
+        new = _items(fields.input, apart=has_references)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ResponseRequest(raw, False, ())
+        return ResponseRequest(raw, False, b"")
     is_leg = fields.bootstrap_room not in (ABSENT, NULL)
     if not is_first and (is_leg or fields.kept_elsewhere not in (ABSENT, NULL, FALSE)):
         # A router keeps it, or knows nothing of it, and no other instance of the pair does.
-        return ResponseRequest(raw, False, ())
+        return ResponseRequest(raw, False, b"")
     named = _NamedResponses(find, keeps)
-    changed = bool(previous) or REFERENCE in raw
-    items = _joinable(named.conversation(previous, new), limit - len(raw)) if changed else new
+    changed = bool(previous) or has_references
+    items = b",".join(_joinable(named.conversation(previous, new), limit - len(raw)) if changed else new)
     wants = fields.store != FALSE
-    more = [b'"input":[' + b",".join(items) + b"]"] if changed else []
+    more = [b'"input":[' + items + b"]"] if changed else []
     if wants and not keeps:
-        more.append(b'"store":false')
+        more.append(NOT_STORED)
     if changed or (wants and is_first):
         more.append(KEPT_ELSEWHERE)
-    body = raw
-    if more:
-        # Of fields with one name, the last one counts.
-        own = raw[: raw.rindex(b"}")].rstrip()
-        body = b"".join([own, b"" if own.endswith(b"{") else b",", b",".join(more), b"}"])
-    return ResponseRequest(body, wants and keeps, items if wants and keeps else ())
+    return ResponseRequest(_with(raw, more), wants and keeps, items if wants and keeps else b"")
+
+
+def _with(body: bytes, fields: Sequence[bytes]) -> bytes:
+    """Return the JSON object ``body`` with ``fields``, each a name and a value. Of one name's fields, the last counts.
+
+    Without fields, it is the same object.
+    """
+    if not fields:
+        return body
+    own = body[: body.rindex(b"}")].rstrip()
+    return b"".join([own, b"" if own.endswith(b"{") else b",", b",".join(fields), b"}"])
 
 
 def _joinable(pieces: Iterable[bytes], room: float) -> list[bytes]:
@@ -184,10 +196,18 @@ def _text(value: msgspec.Raw) -> str:
     return "" if value in (ABSENT, NULL) else msgspec.json.decode(value, type=str)
 
 
-def _items(value: msgspec.Raw) -> list[bytes]:
-    """Return the items of ``input`` as JSON. A text is a message of the user."""
+def _items(value: msgspec.Raw, *, apart: bool) -> list[bytes]:
+    """Return the items of ``input`` as JSON without brackets, each by itself if ``apart``, else in one piece.
+
+    A text is a message of the user.
+    """
     if value in (ABSENT, NULL):
         return []
-    if bytes(memoryview(value)[:1]) == b'"':
+    kind = bytes(memoryview(value)[:1])
+    if kind == b'"':
         return [b'{"type":"message","role":"user","content":' + bytes(value) + b"}"]
+    if kind == b"[" and not apart:
+        return [bytes(memoryview(value)[1:-1]).strip()]
+    # A list of other values is refused at the first one, however long it is: each would take a hundred bytes.
+    msgspec.json.decode(value, type=list[_AnyObject])
     return [bytes(item) for item in msgspec.json.decode(value, type=list[msgspec.Raw])]

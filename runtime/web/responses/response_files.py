@@ -51,6 +51,8 @@ class ResponseFiles:
         except OSError as e:
             raise ResponseFolderError(f"--responses-dir {folder}: {e.strerror or e}") from e
         self._thread = ThreadPoolExecutor(1, "responses")
+        self._unwritten: dict[Path, KeptResponse] = {}
+        """Responses that wait for the thread. A slow disk holds up none that has been dropped."""
 
     def load(self) -> Iterable[KeptResponse]:
         """Yield the responses that are kept, the oldest first. A damaged file is left alone, and logged."""
@@ -67,11 +69,15 @@ class ResponseFiles:
 
     def write(self, kept: KeptResponse) -> None:
         """Write a response on the thread. A failure is logged: the response is then kept in memory alone."""
-        self._submit(lambda: self._write(kept))
+        path = self._path(kept)
+        self._unwritten[path] = kept
+        self._submit(lambda: self._write(path))
 
     def remove(self, kept: KeptResponse) -> None:
         """Remove a response's file on the thread. A failure is logged."""
-        self._submit(lambda: self._path(kept).unlink(missing_ok=True))
+        path = self._path(kept)
+        self._unwritten.pop(path, None)
+        self._submit(lambda: path.unlink(missing_ok=True))
 
     def close(self) -> None:
         """Wait until all is written, and unlock the folder."""
@@ -96,12 +102,15 @@ class ResponseFiles:
     def _log(self, reason: object) -> None:
         log.error("--responses-dir %s: a response's file is not up to date: %s", self._folder, reason)
 
-    def _write(self, kept: KeptResponse) -> None:
+    def _write(self, path: Path) -> None:
+        kept = self._unwritten.pop(path, None)
+        if kept is None:
+            return  # it was dropped, or an earlier write took it in place of an older one
         beside = self._folder / UNFINISHED
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with open(descriptor, "wb") as file:
             file.write(msgspec.msgpack.encode(kept))
-        beside.replace(self._path(kept))
+        beside.replace(path)
 
     def _path(self, kept: KeptResponse) -> Path:
         return self._folder / (sha256(f"{kept.owner}\0{kept.id}".encode()).hexdigest()[:32] + SUFFIX)

@@ -37,7 +37,7 @@ class KeptResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(self.response) + len(self.items) + OVERHEAD_BYTES
 
 
-class _Output(msgspec.Struct):
+class _ResponseOutput(msgspec.Struct):
     """The part of a response that continues the conversation."""
 
     output: list[msgspec.Raw] = []
@@ -45,7 +45,7 @@ class _Output(msgspec.Struct):
 
 def output_of(response: bytes) -> list[msgspec.Raw]:
     """Return the items of a response's output, as JSON. ``response``: one that this server has written."""
-    return msgspec.json.decode(response, type=_Output).output
+    return msgspec.json.decode(response, type=_ResponseOutput).output
 
 
 class Files(Protocol):
@@ -109,11 +109,11 @@ class ResponseStore:
         """Bytes of running requests' inputs, by owner."""
         self.count = 0
         for kept in files.load():
-            self._add(kept)
+            (self._add if self._fits(kept) else files.remove)(kept)
 
     @property
     def keeps(self) -> bool:
-        """Whether any response is kept."""
+        """Whether the store may keep responses: its limit is not 0."""
         return self._limits.total > 0
 
     def get(self, owner: str, response_id: str) -> KeptResponse | None:
@@ -127,7 +127,7 @@ class ResponseStore:
         The owner's oldest ones make room, and the oldest of the owner with the most bytes.
         """
         self.delete(kept.owner, kept.id)
-        if kept.nbytes > min(self._limits):
+        if not self._fits(kept):
             return False
         self._add(kept)
         self._files.write(kept)
@@ -164,6 +164,10 @@ class ResponseStore:
     def close(self) -> None:
         """Wait until all is written to files. Nothing may be put afterwards."""
         self._files.close()
+
+    def _fits(self, kept: KeptResponse) -> bool:
+        """Return whether there is room for a response if all others are dropped."""
+        return kept.nbytes <= min(self._limits)
 
     def _add(self, kept: KeptResponse) -> None:
         owned = self._owners.setdefault(kept.owner, _Owned())

@@ -29,6 +29,7 @@ CREATED, DONE, ERROR = b"response.created", b"response.output_item.done", b"erro
 LAST = (b"response.completed", b"response.incomplete", b"response.failed")
 NUMBER = re.compile(rb'"sequence_number":([0-9]{1,9})[,}]')
 CANCELLED, FAILED = "cancelled", "failed"
+NO_ID = msgspec.Raw(b'""')
 BROKE_OFF = {"code": "server_error", "message": "the answer broke off"}
 
 
@@ -53,7 +54,7 @@ class RunningResponse:
         self._keep = keep
         self.id = ""
         """Id of the response; "" until it is known."""
-        self._begun: dict[str, Any] = {}
+        self._begun: dict[str, msgspec.Raw] = {}
         self._items: list[msgspec.Raw] = []
         self._number = 0
         """Number of the last event that was sent."""
@@ -83,7 +84,7 @@ class RunningResponse:
         async def watched(message: Message) -> None:
             try:
                 self._see(message)
-            except msgspec.MsgspecError as e:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
                 # The client can do with it what it likes.
                 self._is_over = True
                 log.warning("a response is not kept, since it can't be read: %s", e)
@@ -101,7 +102,8 @@ class RunningResponse:
             if self._is_cancelled:
                 task.uncancel()
             if self.id and not self._is_over:
-                response = self._written(FAILED if self._has_failed else CANCELLED)
+                # An answer that has ended without its last event broke off. One that its client left has no end.
+                response = self._written(FAILED if self._has_failed or self._is_sent else CANCELLED)
                 self._end(response)
                 if self._is_cancelled and not self._is_sent:
                     await self._say_last(response, send)
@@ -132,8 +134,9 @@ class RunningResponse:
             self._number = int(number[1])
         if kind == CREATED:
             response = msgspec.json.decode(data, type=_Response).response
-            self._begun = msgspec.json.decode(response, type=dict[str, Any])
-            self.id = msgspec.json.decode(response, type=_Response).id
+            # Values stay JSON: instructions and tools may be as long as a body.
+            self._begun = msgspec.json.decode(response, type=dict[str, msgspec.Raw])
+            self.id = msgspec.json.decode(self._begun.get("id", NO_ID), type=str)
             self._begin(self)
         elif kind == DONE:
             self._items.append(msgspec.json.decode(data, type=_Response).item)

@@ -45,7 +45,7 @@ class ToolUseBlock(AnswerBody):
 ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Discriminator("type")]
 
 
-class OutputTokensDetails(AnswerBody):
+class MessageTokensDetails(AnswerBody):
     """Output tokens by purpose."""
 
     thinking_tokens: int
@@ -60,7 +60,7 @@ class MessageUsage(AnswerBody):
     cache_read_input_tokens: int
     """Prompt tokens that were cached."""
     output_tokens: int
-    output_tokens_details: OutputTokensDetails | None = None
+    output_tokens_details: MessageTokensDetails | None = None
 
 
 class MessageAnswer(AnswerBody):
@@ -84,7 +84,7 @@ class MessageStart(AnswerBody):
     message: MessageAnswer
 
 
-class Ping(AnswerBody):
+class MessagePing(AnswerBody):
     """An event that adds nothing to the message. ``output_tokens``: tokens so far, of a part that is not complete."""
 
     type: Literal["ping"]
@@ -167,7 +167,13 @@ class MessageStop(AnswerBody):
 class MessageEvent(
     RootModel[
         Annotated[
-            MessageStart | Ping | ContentBlockStart | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop,
+            MessageStart
+            | MessagePing
+            | ContentBlockStart
+            | ContentBlockDelta
+            | ContentBlockStop
+            | MessageDelta
+            | MessageStop,
             Discriminator("type"),
         ]
     ]

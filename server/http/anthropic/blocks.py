@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import model_validator
 
-from ....messages.decode import shown
-from ..bodies.fields import MANY, ONE, Body, FieldError
-from ..bodies.message_fields import MAX_PARTS
+from ..bodies.fields import Body, FieldError
+from ..bodies.message_fields import TextOrParts
 from ..bodies.tool_fields import CallId, ToolName, Values
+from ..bodies.typed import Needs, TypeName, check_type
 from ..bodies.unserved import ANYTHING, IGNORED, Unserved
 
 TOOL_CHANGES = {"tool_addition": ("tool",), "tool_removal": ("tool",)}
-NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
+NEEDS: Mapping[str, Needs] = {
     "user": {"text": ("text",), "tool_result": ("tool_use_id",), "mid_conv_system": ("content",), **TOOL_CHANGES},
     "assistant": {
         "text": ("text",),
@@ -25,7 +25,7 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
     "system": {"text": ("text",), **TOOL_CHANGES},
 }
 """Required fields of each type of block, by the role of the message."""
-RESULT_NEEDS: dict[str, tuple[str, ...]] = {"text": ("text",), "tool_reference": ("tool_name",)}
+RESULT_NEEDS: Needs = {"text": ("text",), "tool_reference": ("tool_name",)}
 """Required fields of each type of block within another block."""
 OPTIONAL = {"tool_result": ("content", "is_error")}
 FIELDS = {
@@ -34,7 +34,6 @@ FIELDS = {
     for kind, needed in needs.items()
 }
 """Fields that a block may have, by its type."""
-MAX_TYPE = 64
 
 TEXT_BLOCK: Unserved = dict.fromkeys(("cache_control", "citations"), ANYTHING)
 BLOCK: Unserved = {
@@ -61,7 +60,7 @@ class ResultBlockBody(Body):
 
     unserved: ClassVar[Unserved] = BLOCK
 
-    type: Annotated[str, Field(max_length=MAX_TYPE)]
+    type: TypeName
     text: str | None = None
     tool_name: ToolName | None = None
     """Tool that a search for tools has found."""
@@ -77,10 +76,7 @@ class ResultBlockBody(Body):
         return self.text or self.tool_name or ""
 
 
-ResultContent = Annotated[
-    Annotated[str, Tag(ONE)] | Annotated[list[ResultBlockBody], Field(fail_fast=True, max_length=MAX_PARTS), Tag(MANY)],
-    Discriminator(lambda value: MANY if isinstance(value, list) else ONE),
-]
+ResultContent = TextOrParts[ResultBlockBody]
 
 
 class ToolReferenceBody(Body):
@@ -95,7 +91,7 @@ class BlockBody(Body):
 
     unserved: ClassVar[Unserved] = BLOCK
 
-    type: Annotated[str, Field(max_length=MAX_TYPE)]
+    type: TypeName
     text: str | None = None
     thinking: str | None = None
     id: CallId | None = None
@@ -137,20 +133,12 @@ def texts_of(content: str | Sequence[TextBlockBody]) -> list[str]:
     return [content] if isinstance(content, str) else [block.text for block in content]
 
 
-def check_block(block: ResultBlockBody | BlockBody, needs: dict[str, tuple[str, ...]], place: str = "") -> None:
+def check_block(block: ResultBlockBody | BlockBody, needs: Needs, place: str = "") -> None:
     """Raise ``FieldError`` if the type of ``block`` is not served there, or if its fields are not those of its type.
 
-    ``needs``: required fields of the types that are served there. ``place``: the block's path in its message.
+    ``needs``: the types that are served there. ``place``: the block's path in its message, ending in a dot.
     """
-    if block.type not in needs:
-        served = ", ".join(f'"{name}"' for name in needs)
-        raise FieldError(
-            f"{place}type", f'"{shown(block.type, MAX_TYPE)}" is not served here, but {served}; leave the block out'
-        )
-    given: dict[str, Any] = block.__dict__
-    for name in needs[block.type]:
-        if given[name] is None:
-            raise FieldError(place + name, "is required")
+    check_type(block, block.type, needs, place)
     if not block.model_fields_set <= FIELDS[block.type]:
         name = min(block.model_fields_set - FIELDS[block.type])
         raise FieldError(place + name, f"does not belong in a block of type {block.type}; leave it out")

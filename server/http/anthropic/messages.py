@@ -10,18 +10,18 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....messages.grammar import Grammar
 from ....messages.outputs import FinishReason, FinishType
 from ....runtime.web.errors import THREAD_UNSUPPORTED
 from ....runtime.web.sse import EVENT_END
 from ..endpoint import endpoint
-from ..engine.plan import Prompt, PromptPlan, name_requests, sampling_params
+from ..engine.plan import Prompt
 from ..engine.submission import Choice, Delta
 from ..errors import ApiError
+from ..generation.answer_plan import AnswerFields, plan_answer
 from ..generation.engine_response import EngineResponse
 from ..generation.output_reader import OutputReader
 from ..generation.request_names import named
-from ..generation.request_terms import terms_of, timed
+from ..generation.request_terms import timed
 from ..generation.tool_use import forced_call, make_reader
 from ..parsing import parse_body
 from ..served_model import check_model
@@ -48,9 +48,10 @@ async def messages(request: Request) -> Response:
     check_model(body.model, state.model)
     if body.thread is not None:
         raise ApiError(400, NO_THREADS, param="thread", code=THREAD_UNSUPPORTED)
-    use = tool_use_of(body)
-    reader = make_reader(use, state.model.formats, separates_reasoning=True)
-    plan = plan_message(body, reader, forced_call(use, state.model.formats), state)
+    use, formats = tool_use_of(body), state.model.formats
+    reader = make_reader(use, formats, separates_reasoning=True)
+    fields = AnswerFields(body.sampling(), body.max_tokens, grammar=forced_call(use, formats) or body.grammar())
+    plan = plan_answer(state, body.with_user(), Prompt(chat=read_answerable(body)), fields, reader)
     thinking = body.thinking or ThinkingBody(type="adaptive")
     blocks = ContentBlocks(
         plan.rid,
@@ -60,28 +61,6 @@ async def messages(request: Request) -> Response:
     )
     renderer = MessageRenderer(plan.rid, state.model.name, reader, blocks)
     return EngineResponse(state.engine, [plan], renderer, stream=body.stream)
-
-
-def plan_message(body: MessagesBody, reader: OutputReader, forced: Grammar | None, state: HttpState) -> PromptPlan:
-    """Make the plan of the answer to ``body``, without sending anything. Raises ``ApiError`` 400.
-
-    ``reader``: reads the answer. ``forced``: grammar of the calls that the request forces, None if it forces none.
-    """
-    if body.user is None and body.metadata is not None:
-        body = body.model_copy(update={"user": body.metadata.user_id})
-    (naming,) = name_requests(body, [1], False, state.gate)
-    fields, defaults, grammar = body.sampling(), state.model.defaults, forced or body.grammar()
-    return PromptPlan(
-        prompt=Prompt(chat=read_answerable(body)),
-        sampling=sampling_params(fields, body.max_tokens, 0, None, defaults, reader.marks, grammar),
-        n=1,
-        rid=naming.rid,
-        keep_output=body.max_tokens > 0,
-        logprobs=None,
-        bootstrap=naming.bootstrap,
-        extra_key=naming.extra_key,
-        terms=terms_of(body, state.options),
-    )
 
 
 class MessageRenderer:

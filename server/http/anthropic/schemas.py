@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ....messages.decode import shown
 from ....messages.grammar import Grammar
-from ....messages.sampling import MAX_STOPS, MAX_TEMPERATURE
-from ..bodies.fields import INT32_MAX, INTEGRAL, MANY, ONE, Body, FieldError, check_small
-from ..bodies.message_fields import MAX_MESSAGES, MAX_PARTS
-from ..bodies.request_fields import Count, RequestFields, SamplingFields, StopString
+from ....messages.sampling import MAX_STOPS
+from ..bodies.fields import Body, FieldError, check_small
+from ..bodies.message_fields import MAX_MESSAGES, TextOrParts
+from ..bodies.request_fields import Count, RequestFields, SamplingFields, StopString, Temperature, TopK, TopP
 from ..bodies.structure import grammars_of, one_grammar
-from ..bodies.tool_fields import MAX_TOOL_CALLS, MAX_TOOLS, ToolName, Values, check_together
+from ..bodies.tool_fields import MAX_TOOL_CALLS, ListedTool, ToolList, ToolName, ToolType, Values, served_tools
+from ..bodies.typed import check_required
 from ..bodies.unserved import ANYTHING, IGNORED, Unserved, neutral
 from .blocks import NEEDS, BlockBody, TextBlockBody, check_block, texts_of
 
@@ -55,10 +55,7 @@ class TurnBody(Body):
     unserved: ClassVar[Unserved] = {"id": ANYTHING, "cache_control": ANYTHING}
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag(ONE)] | Annotated[list[BlockBody], Field(fail_fast=True, max_length=MAX_PARTS), Tag(MANY)],
-        Discriminator(lambda value: MANY if isinstance(value, list) else ONE),
-    ]
+    content: TextOrParts[BlockBody]
 
     @model_validator(mode="after")
     def _check_blocks(self) -> TurnBody:
@@ -85,30 +82,22 @@ class TurnBody(Body):
         return len(self.text or "") + sum(block.characters for block in self.blocks)
 
 
-class MessagesToolBody(Body):
-    """A tool that the model may call. Tools of other types than "custom" are ignored."""
+class MessagesToolBody(ListedTool):
+    """A tool that the model may call. Those of other types are Anthropic's own: run by its servers, or known to its
+    models.
+    """
 
     unserved: ClassVar[Unserved] = TOOL
+    served_type = CUSTOM
+    required = ("name", "input_schema")
 
-    type: Annotated[str, Field(max_length=256)] = CUSTOM
+    type: ToolType = CUSTOM
     name: ToolName | None = None
     description: str | None = None
     input_schema: Values | None = None
     """JSON schema of the arguments, an object."""
     defer_loading: bool = False
     """Whether the tool is left out until a block of the conversation names it."""
-
-    @classmethod
-    def is_ignored(cls, content: Mapping[str, Any]) -> bool:
-        """Return whether the tool is one of Anthropic's own: run by its servers, or described to its models alone."""
-        return content.get("type") not in (None, CUSTOM)
-
-    @model_validator(mode="after")
-    def _check_custom(self) -> MessagesToolBody:
-        for name in ("name", "input_schema") if self.type == CUSTOM else ():
-            if getattr(self, name) is None:
-                raise FieldError(name, "is required")
-        return self
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool as chat templates get it, which is OpenAI's shape."""
@@ -117,10 +106,9 @@ class MessagesToolBody(Body):
         return {"type": "function", "function": function}
 
 
-def _check_tools(tools: list[MessagesToolBody]) -> list[MessagesToolBody]:
-    check_together([tool.for_template() for tool in tools])
+def _check_names(tools: list[MessagesToolBody]) -> list[MessagesToolBody]:
     names = set[str]()
-    for name in (tool.name or "" for tool in tools if tool.type == CUSTOM):
+    for name in (tool.name or "" for tool in served_tools(tools)):
         if name in names:
             raise ValueError(f'has two tools of the name "{shown(name, MAX_NAME)}"')
         names.add(name)
@@ -138,8 +126,7 @@ class MessagesToolChoice(Body):
 
     @model_validator(mode="after")
     def _check_name(self) -> MessagesToolChoice:
-        if self.type == "tool" and self.name is None:
-            raise FieldError("name", "is required")
+        check_required(self, self.type, ("name",) if self.type == "tool" else ())
         if self.type != "tool" and self.name is not None:
             raise FieldError("name", 'belongs to the type "tool"')
         return self
@@ -168,7 +155,7 @@ class OutputConfigBody(Body):
 
     unserved: ClassVar[Unserved] = {"task_budget": IGNORED}
 
-    effort: Annotated[str, Field(max_length=64)] | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormatBody | None = None
 
 
@@ -185,17 +172,8 @@ class MessagesPromptBody(Body):
 
     model: str | None = None
     messages: Annotated[list[TurnBody], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    system: (
-        Annotated[
-            Annotated[str, Tag(ONE)]
-            | Annotated[list[TextBlockBody], Field(fail_fast=True, max_length=MAX_PARTS), Tag(MANY)],
-            Discriminator(lambda value: MANY if isinstance(value, list) else ONE),
-        ]
-        | None
-    ) = None
-    tools: Annotated[
-        list[MessagesToolBody], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_check_tools)
-    ] = Field(default_factory=list)
+    system: TextOrParts[TextBlockBody] | None = None
+    tools: Annotated[ToolList[MessagesToolBody], AfterValidator(_check_names)] = Field(default_factory=list)
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfigBody | None = None
@@ -207,7 +185,8 @@ class MessagesPromptBody(Body):
         grammar = self.grammar()
         if self.tool_choice is not None and self.tool_choice.type in ("any", "tool") and not self.custom_tools:
             raise FieldError("tool_choice", 'needs tools of type "custom"')
-        if grammar is not None and self.callable_tools:
+        # Not in the other order: all blocks are looked at here, and not later on the event loop.
+        if self.callable_tools and grammar is not None:
             raise FieldError(grammar.field, 'can\'t go with tools, unless tool_choice is "none"')
         return self
 
@@ -225,8 +204,8 @@ class MessagesPromptBody(Body):
                 changes |= block.tool_changes
         return [
             tool
-            for tool in self.tools
-            if tool.type == CUSTOM and changes.get(tool.name or "", is_found or not tool.defer_loading)
+            for tool in served_tools(self.tools)
+            if changes.get(tool.name or "", is_found or not tool.defer_loading)
         ]
 
     @property
@@ -261,9 +240,9 @@ class MessagesBody(MessagesPromptBody, RequestFields):
     stop_sequences: Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] = Field(
         default_factory=list
     )
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), INTEGRAL] = -1
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
     metadata: MetadataBody | None = None
     thread: Annotated[dict[str, Any], AfterValidator(check_small)] | None = None
     """Refused: no conversations are kept here. Anthropic's package then sends all of the conversation."""
@@ -273,6 +252,12 @@ class MessagesBody(MessagesPromptBody, RequestFields):
         names = ("temperature", "top_p", "top_k")
         given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         return SamplingFields(stop=self.stop_sequences, **given)
+
+    def with_user(self) -> MessagesBody:
+        """Return the body with the user that its ``metadata`` names, unless it has a ``user``."""
+        if self.user is not None or self.metadata is None:
+            return self
+        return self.model_copy(update={"user": self.metadata.user_id})
 
 
 class CountTokensBody(MessagesPromptBody):

@@ -42,7 +42,8 @@ TAG = "|"
 ONE, MANY = TAG + "one", TAG + "many"
 
 
-def _one_or_many(value: Any) -> str:
+def one_or_many(value: Any) -> str:
+    """Return the tag of a union's member for lists, or of the one for other values."""
     return MANY if isinstance(value, list) else ONE
 
 
@@ -69,7 +70,7 @@ INTEGRAL = BeforeValidator(_integral)
 OneOrMany = Annotated[
     # Every list here fails fast and has a limit: pydantic would describe each wrong entry of a million first.
     Annotated[T, Tag(ONE)] | Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag(MANY)],
-    Discriminator(_one_or_many),
+    Discriminator(one_or_many),
 ]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 PromptIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_PROMPT_IDS)]

@@ -74,9 +74,7 @@ def check_amount(content: dict[str, Any]) -> None:
 
 
 def _parts(message: dict[str, Any]) -> int:
-    """Return the number of parts in the content of a message, and of parts in the content of these."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return 0
-    inner = (part.get("content") for part in content if isinstance(part, dict))
-    return len(content) + sum(len(one) for one in inner if isinstance(one, list))
+    """Return the number of parts in the lists of a message, such as its content, and in the content of these parts."""
+    parts = [part for value in message.values() if isinstance(value, list) for part in value]
+    inner = (part.get("content") for part in parts if isinstance(part, dict))
+    return len(parts) + sum(len(one) for one in inner if isinstance(one, list))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
-from .fields import check_small
+from .fields import Body, check_small
+from .typed import check_required
 
 MAX_TOOLS = 1024
 MAX_TOOL_VALUES = 1 << 15
@@ -15,6 +18,7 @@ MAX_TOOL_VALUES = 1 << 15
 MAX_TOOL_CALLS = 256
 """Maximum number of calls in one turn."""
 ToolName = Annotated[str, Field(min_length=1, max_length=256)]
+ToolType = Annotated[str, Field(max_length=256)]
 CallId = Annotated[str, Field(max_length=256)]
 
 
@@ -48,3 +52,50 @@ def decode_arguments(name: str, given: str | dict[str, Any]) -> dict[str, Any]:
 
 Values = Annotated[dict[str, Any], AfterValidator(check_values)]
 """A tool's JSON schema, or the arguments of a call."""
+
+
+class ListedTool(Body):
+    """A tool in a list. Tools of other types than ``served_type`` are ignored, and named in the answer's header."""
+
+    served_type: ClassVar[str]
+    required: ClassVar[tuple[str, ...]]
+    """Fields that a tool of the served type has."""
+
+    type: ToolType
+
+    @classmethod
+    def is_ignored(cls, content: Mapping[str, Any]) -> bool:
+        """Return whether a tool with this ``content`` is of another type."""
+        kind = content.get("type")
+        return isinstance(kind, str) and kind != cls.served_type
+
+    @abstractmethod
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates get it, in OpenAI's shape. Call it only if the tool is not ignored."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_fields_of_other_types(cls, raw: Any) -> Any:
+        return {"type": raw["type"]} if isinstance(raw, dict) and cls.is_ignored(raw) else raw
+
+    @model_validator(mode="after")
+    def _check_required(self) -> ListedTool:
+        check_required(self, self.type, self.required if self.type == self.served_type else ())
+        return self
+
+
+T = TypeVar("T", bound=ListedTool)
+
+
+def served_tools(tools: Sequence[T]) -> list[T]:
+    """Return the tools that are of the served type."""
+    return [tool for tool in tools if tool.type == tool.served_type]
+
+
+def _check_tools(tools: list[T]) -> list[T]:
+    check_together([tool.for_template() for tool in served_tools(tools)])
+    return tools
+
+
+ToolList = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_check_tools)]
+"""Tools of type ``T``, and ignored ones."""

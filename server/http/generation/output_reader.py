@@ -35,9 +35,9 @@ class OutputReader(Protocol):
         """Return the events (text, reasoning, tool calls) that ``delta`` adds to a streamed choice."""
 
     def read_all(self, delta: Delta) -> ReadEvents:
-        """Return what ``read`` does, and apart from it the events that another instance has sent.
+        """Return what ``read`` does, and apart from it the events that the client already has from another instance.
 
-        For a writer with a state that all events change, such as the number of the next part.
+        Such events come first if a stream has moved here. A writer that numbers parts must count them.
         """
 
     def read_whole(self, choice: Choice) -> Sequence[OutputEvent]:

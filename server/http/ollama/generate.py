@@ -7,12 +7,13 @@ from starlette.responses import Response
 
 from ....runtime.web.json_response import json_response
 from ..endpoint import endpoint
-from ..engine.plan import Prompt, PromptPlan, name_requests, sampling_params
+from ..engine.plan import Prompt
 from ..errors import bad_request
+from ..generation.answer_plan import AnswerFields, plan_answer
 from ..generation.engine_response import EngineResponse
 from ..generation.output_reader import OutputReader, PlainReader
 from ..generation.request_names import named
-from ..generation.request_terms import terms_of, timed
+from ..generation.request_terms import timed
 from ..generation.tool_use import ToolUse, make_reader
 from ..parsing import parse_body
 from ..state import HttpState
@@ -58,27 +59,10 @@ def respond(
     """
     if body.think and state.model.formats.reasoning is None:
         raise bad_request("think", f'"{name}" does not reason, as far as its chat template shows; leave it out')
-    plan = plan_of(state, body, prompt, reader)
-    return EngineResponse(state.engine, [plan], OllamaRenderer(name, plan.rid, reader, parts), stream=body.stream)
-
-
-def plan_of(state: HttpState, body: OllamaBody, prompt: Prompt, reader: OutputReader) -> PromptPlan:
-    """Make the ``PromptPlan`` of a body, without sending anything. Raises ``ApiError`` 400."""
-    (naming,) = name_requests(body, [1], False, state.gate)
     options = body.options
-    return PromptPlan(
-        prompt=prompt,
-        sampling=sampling_params(
-            options.sampling(), options.max_tokens, 0, options.seed, state.model.defaults, reader.marks, body.grammar()
-        ),
-        n=1,
-        rid=naming.rid,
-        keep_output=True,
-        logprobs=None,
-        bootstrap=naming.bootstrap,
-        extra_key=naming.extra_key,
-        terms=terms_of(body, state.options),
-    )
+    fields = AnswerFields(options.sampling(), options.max_tokens, seed=options.seed, grammar=body.grammar())
+    plan = plan_answer(state, body, prompt, fields, reader)
+    return EngineResponse(state.engine, [plan], OllamaRenderer(name, plan.rid, reader, parts), stream=body.stream)
 
 
 def loaded(body: OllamaBody, name: str, parts: Parts) -> Response:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from ....messages.grammar import Grammar
 from ...output_parsers.base import Tools
 from ..bodies.fields import INT32_MAX, INTEGRAL, TAG, Body, FieldError
+from ..bodies.message_fields import MAX_MESSAGES
 from ..bodies.request_fields import (
     MinP,
     Penalty,
@@ -23,10 +24,9 @@ from ..bodies.request_fields import (
     TopP,
 )
 from ..bodies.structure import ANY_OBJECT, grammars_of, one_grammar
-from ..bodies.tool_fields import MAX_TOOL_CALLS, MAX_TOOLS, CallId, ToolName, Values, check_together
+from ..bodies.tool_fields import MAX_TOOL_CALLS, CallId, ListedTool, ToolList, ToolName, ToolType, Values, served_tools
 from ..bodies.unserved import ANYTHING, IGNORED, Unserved, neutral
 
-MAX_MESSAGES = 4096
 TEXT, SCHEMA, SWITCH, LEVEL = TAG + "text", TAG + "schema", TAG + "switch", TAG + "level"
 FUNCTION = "function"
 LEAST_TOP_P = 1e-9
@@ -81,9 +81,9 @@ class OllamaOptions(Body):
     """Maximum number of tokens to generate; 0 and less: until the context is full."""
 
     @property
-    def max_tokens(self) -> int:
-        """Maximum number of tokens to generate. The engine lowers it to what fits the context."""
-        return self.num_predict if self.num_predict > 0 else INT32_MAX
+    def max_tokens(self) -> int | None:
+        """Maximum number of tokens to generate; None: the rest of the context."""
+        return self.num_predict if self.num_predict > 0 else None
 
     def sampling(self) -> SamplingFields:
         """Return the options that were given as this server's sampling fields."""
@@ -190,29 +190,19 @@ class OllamaFunction(Body):
     parameters: Values = Field(default_factory=dict)
 
 
-class OllamaTool(Body):
-    """A tool that the model may call. Tools of other types than "function" are ignored."""
+class OllamaTool(ListedTool):
+    """A tool that the model may call. Only functions are served."""
 
     unserved: ClassVar[Unserved] = {"items": ANYTHING}
+    served_type = FUNCTION
+    required = (FUNCTION,)
 
-    type: str = FUNCTION
-    function: OllamaFunction
+    type: ToolType = FUNCTION
+    function: OllamaFunction | None = None
 
-    @classmethod
-    def is_ignored(cls, content: Mapping[str, Any]) -> bool:
-        """Return whether a tool with this ``content`` is ignored as a whole, because of its ``type``."""
-        return content.get("type") not in (None, FUNCTION)
-
-
-def _drop_ignored(tools: Any) -> Any:
-    if not isinstance(tools, list):
-        return tools
-    return [tool for tool in tools if not (isinstance(tool, dict) and OllamaTool.is_ignored(tool))]
-
-
-OllamaTools = Annotated[list[OllamaTool], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(_drop_ignored)]
-
-OllamaMessages = Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool in the shape that chat templates get, with only the fields that the client gave."""
+        return {"type": FUNCTION, **self.model_dump(exclude={"type"}, exclude_unset=True)}
 
 
 class OllamaChatBody(OllamaBody):
@@ -224,27 +214,24 @@ class OllamaChatBody(OllamaBody):
         default_factory=list
     )
     """Empty: the answer only says that the model is loaded."""
-    tools: OllamaTools = Field(default_factory=list)
+    tools: ToolList[OllamaTool] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _check_tools(self) -> OllamaChatBody:
-        check_together(self.tools_for_template)
-        if self.tools and self.grammar() is not None:
+    def _check_pairs(self) -> OllamaChatBody:
+        if self.schemas and self.grammar() is not None:
             raise FieldError("format", "can't go with tools; leave one of them out")
         return self
 
     @property
     def tools_for_template(self) -> list[dict[str, Any]]:
-        """Tools in the shape that chat templates get, with only the fields that the client gave."""
-        return [
-            {"type": FUNCTION, FUNCTION: tool.function.model_dump(mode="python", exclude_unset=True)}
-            for tool in self.tools
-        ]
+        """The functions among the tools, as chat templates get them."""
+        return [tool.for_template() for tool in served_tools(self.tools)]
 
     @property
     def schemas(self) -> Tools:
-        """JSON schema of each tool's parameters, by the tool's name."""
-        return {tool.function.name: tool.function.parameters for tool in self.tools}
+        """JSON schema of each function's parameters, by its name."""
+        functions = [tool.function for tool in self.tools if tool.function is not None]
+        return {function.name: function.parameters for function in functions}
 
 
 class OllamaGenerateBody(OllamaBody):

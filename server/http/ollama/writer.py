@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import orjson
 
 from ....messages.outputs import FinishReason, FinishType, Timing
-from ...output_parsers.events import OutputEvent, ReasoningDelta, TextDelta
+from ...output_parsers.events import OutputEvent, ReasoningDelta, TextDelta, ToolCall
 from ..engine.submission import Choice, Delta
 from ..generation.output_reader import OutputReader
 from ..generation.tool_use import part_id
@@ -118,10 +118,18 @@ class OllamaRenderer:
             elif isinstance(event, ReasoningDelta):
                 thinking += event.text
             else:
-                function = {"index": event.number, "name": event.name, "arguments": orjson.loads(event.arguments)}
+                function = {"index": event.number, "name": event.name, "arguments": _arguments(event)}
                 call_id = part_id(self._rid, choice.index, event.number)
                 calls.append({"id": f"call_{call_id}", "function": function})
         return self._parts.write(text, thinking, calls)
+
+
+def _arguments(call: ToolCall) -> orjson.Fragment:
+    """Return the arguments of a call as the model wrote them, but on one line. JSON has line ends only in white space.
+
+    Decoded, a number larger than any type of JSON libraries would become another one.
+    """
+    return orjson.Fragment(call.arguments.replace("\n", " ").replace("\r", " "))
 
 
 def finished(choice: Choice) -> dict[str, Any]:

@@ -11,8 +11,6 @@ from ....runtime.web.body import MAX_PROMPTS
 from ..bodies.fields import (
     INT32_MAX,
     INTEGRAL,
-    MANY,
-    ONE,
     TAG,
     Body,
     FieldError,
@@ -20,7 +18,7 @@ from ..bodies.fields import (
     PromptIds,
     TemplateArgs,
 )
-from ..bodies.message_fields import MAX_MESSAGES, MAX_PARTS
+from ..bodies.message_fields import MAX_MESSAGES, TextOrParts
 from ..bodies.request_fields import Count, RequestFields, SamplingFields, Seed
 from ..bodies.unserved import ANYTHING, IGNORED, STRUCTURE, Unserved, neutral
 from .structure import OpenAIStructure
@@ -163,10 +161,7 @@ class TextPart(Body):
     text: str
 
 
-Content = Annotated[
-    Annotated[str, Tag(ONE)] | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag(MANY)],
-    Discriminator(lambda value: MANY if isinstance(value, list) else ONE),
-]
+Content = TextOrParts[TextPart]
 
 
 class ChatMessageBody(Body):

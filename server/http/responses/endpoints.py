@@ -8,15 +8,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ....runtime.web.body import TooManyValues
+from ....messages.error_codes import OVERLOADED
+from ....runtime.web.body import TooManyValues, UploadDropped
 from ....runtime.web.responses.keeper import ResponseKeeper, refused
 from ....runtime.web.responses.request import RequestRefused, ResponseRequest
-from ..bodies.fields import INT32_MAX
 from ..endpoint import endpoint
-from ..engine.plan import Prompt, PromptPlan, name_requests, sampling_params
+from ..engine.plan import Prompt
 from ..errors import ApiError, bad_request
+from ..generation.answer_plan import AnswerFields, plan_answer
 from ..generation.request_names import named
-from ..generation.request_terms import terms_of, timed
+from ..generation.request_terms import timed
 from ..generation.tickets import ticket_of
 from ..generation.tool_use import ToolUse, forced_call, make_reader
 from ..parsing import MAX_BODY_BYTES, parse_bytes, read_bytes
@@ -32,13 +33,18 @@ from .writer import ResponsesAnswer, ResponseWriter, echo
 async def create_response(request: Request) -> Response:
     """Answer a conversation of items, plain or streaming with typed events."""
     state = HttpState.of(request)
+    raw = await read_bytes(request)
     try:
-        asked = await state.responses.read(request.scope, await read_bytes(request), MAX_BODY_BYTES)
+        with state.uploads.wait(len(raw)):
+            asked = await state.responses.read(request.scope, raw, MAX_BODY_BYTES)
+        del raw
         await state.uploads.check(asked.body)
     except RequestRefused as e:
         return refused(request.scope, e)
     except TooManyValues as e:
         raise ApiError(413, str(e)) from None
+    except UploadDropped as e:
+        raise ApiError(503, str(e), code=OVERLOADED) from None
     answer = await answer_to(request, await parse_bytes(request, ResponsesBody, asked.body))
     return KeptAnswer(state.responses, asked._replace(body=b""), answer)
 
@@ -55,30 +61,11 @@ async def answer_to(request: Request, body: ResponsesBody) -> Response:
     use, formats = tool_use_of(body), state.model.formats
     reader = make_reader(use, formats, separates_reasoning=True)
     grammar = forced_call(use, formats)
-    (naming,) = name_requests(body, [1], False, state.gate, default_key=body.cache_salt)
-    plan = PromptPlan(
-        prompt=Prompt(chat=read_conversation(body)),
-        sampling=sampling_params(
-            body,
-            # Without a limit the answer ends with the context: the engine lowers the number to what fits.
-            INT32_MAX if body.max_output_tokens is None else body.max_output_tokens,
-            body.min_tokens,
-            body.seed,
-            state.model.defaults,
-            reader.marks,
-            grammar,
-        ),
-        n=1,
-        rid=naming.rid,
-        keep_output=True,
-        logprobs=None,
-        bootstrap=naming.bootstrap,
-        extra_key=naming.extra_key,
-        terms=terms_of(body, state.options),
-    )
+    fields = AnswerFields(body, body.max_output_tokens, body.min_tokens, body.seed, grammar, body.cache_salt)
+    plan = plan_answer(state, body, Prompt(chat=read_conversation(body)), fields, reader)
     ticket = ticket_of(request.scope)
-    fields = echo(body, plan, state.model.name, ticket.created if ticket is not None else int(time.time()))
-    writer = ResponseWriter(fields, body, reader, ticket)
+    echoed = echo(body, plan, state.model.name, ticket.created if ticket is not None else int(time.time()))
+    writer = ResponseWriter(echoed, body, reader, ticket)
     return ResponsesAnswer(state.engine, plan, writer, stream=body.stream)
 
 

@@ -7,16 +7,21 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from ..bodies.fields import MANY, ONE, Body, FieldError
+from ..bodies.fields import MANY, ONE, Body, FieldError, one_or_many
+from ..bodies.message_fields import MAX_PARTS, TextOrParts
 from ..bodies.tool_fields import ToolName, decode_arguments
+from ..bodies.typed import Needs, TypeName, check_type
 from ..bodies.unserved import ANYTHING, IGNORED, Unserved
 from .sealed import unseal
 
-MAX_PARTS = 4096
-"""Maximum number of parts in one item."""
 MAX_ITEMS = 16384
 MESSAGE, REASONING, CALL, OUTPUT = "message", "reasoning", "function_call", "function_call_output"
-ITEM_TYPES = (MESSAGE, REASONING, CALL, OUTPUT)
+NEEDS: Needs = {
+    MESSAGE: ("role", "content"),
+    REASONING: (),
+    CALL: ("call_id", "name", "arguments"),
+    OUTPUT: ("call_id", "output"),
+}
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ItemId = Annotated[str, Field(max_length=512)]
 
@@ -29,7 +34,7 @@ class ContentPart(Body):
         "cache_control": IGNORED,
     }
 
-    type: Annotated[str, Field(max_length=64)]
+    type: TypeName
     text: str | None = None
     refusal: str | None = None
 
@@ -51,10 +56,7 @@ class ContentPart(Body):
 
 
 Parts = Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)]
-Content = Annotated[
-    Annotated[str, Tag(ONE)] | Annotated[Parts, Tag(MANY)],
-    Discriminator(lambda value: MANY if isinstance(value, list) else ONE),
-]
+Content = TextOrParts[ContentPart]
 
 
 class InputItem(Body):
@@ -62,7 +64,7 @@ class InputItem(Body):
 
     unserved: ClassVar[Unserved] = dict.fromkeys(("id", "status", "phase", "created_by", "namespace"), ANYTHING)
 
-    type: Annotated[str, Field(max_length=64)] = MESSAGE
+    type: TypeName = MESSAGE
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
     call_id: ItemId | None = None
@@ -77,17 +79,7 @@ class InputItem(Body):
 
     @model_validator(mode="after")
     def _check_type(self) -> InputItem:
-        if self.type not in ITEM_TYPES:
-            raise FieldError("type", f'"{self.type}" is not served; the types are {", ".join(ITEM_TYPES)}')
-        needed = {
-            MESSAGE: ("role", "content"),
-            REASONING: (),
-            CALL: ("call_id", "name", "arguments"),
-            OUTPUT: ("call_id", "output"),
-        }
-        for name in needed[self.type]:
-            if getattr(self, name) is None:
-                raise FieldError(name, f'is required in an item of type "{self.type}"')
+        check_type(self, self.type, NEEDS)
         if self.type == CALL:
             self.decoded()
         return self
@@ -116,5 +108,5 @@ def texts_of(parts: Sequence[ContentPart]) -> list[str]:
 Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag(ONE)] | Annotated[Items, Tag(MANY)],
-    Discriminator(lambda value: MANY if isinstance(value, list) else ONE),
+    Discriminator(one_or_many),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -11,7 +11,8 @@ from ....messages.grammar import Grammar
 from ..bodies.fields import INT32_MAX, INTEGRAL, MANY, ONE, Body, FieldError, TemplateArgs
 from ..bodies.request_fields import Count, RequestFields, SamplingFields, Seed
 from ..bodies.structure import ANY_OBJECT, grammars_of
-from ..bodies.tool_fields import MAX_TOOLS, ToolName, Values, check_together
+from ..bodies.tool_fields import ListedTool, ToolList, ToolName, Values, served_tools
+from ..bodies.typed import TypeName
 from ..bodies.unserved import ANYTHING, IGNORED, STRUCTURE, Unserved, neutral
 from .items import Input
 
@@ -23,46 +24,26 @@ OUTPUT_LOGPROBS = "message.output_text.logprobs"
 Label = Annotated[str, Field(max_length=1024)]
 
 
-class FunctionTool(Body):
-    """A tool. Only functions are served; tools of other types are ignored, and named in the answer's header."""
+class FunctionTool(ListedTool):
+    """A tool. Only functions are served."""
 
     unserved: ClassVar[Unserved] = {"strict": IGNORED, "cache_control": ANYTHING, "defer_loading": ANYTHING}
+    served_type = FUNCTION
+    required = ("name",)
 
-    type: Annotated[str, Field(max_length=64)]
     name: ToolName | None = None
     description: str | None = None
     parameters: Values | None = None
-
-    @classmethod
-    def is_ignored(cls, content: Mapping[str, Any]) -> bool:
-        """Return whether a tool has another type than "function"."""
-        return isinstance(content.get("type"), str) and content["type"] != FUNCTION
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_fields_of_other_types(cls, raw: Any) -> Any:
-        return {"type": raw["type"]} if isinstance(raw, dict) and cls.is_ignored(raw) else raw
-
-    @model_validator(mode="after")
-    def _check_name(self) -> FunctionTool:
-        if self.type == FUNCTION and self.name is None:
-            raise FieldError("name", "is required")
-        return self
 
     def for_template(self) -> dict[str, Any]:
         """Return the function as chat templates get it, with only the fields that the client gave."""
         return {"type": FUNCTION, FUNCTION: self.model_dump(exclude_unset=True, exclude={"type"})}
 
 
-def _check_together(tools: list[FunctionTool]) -> list[FunctionTool]:
-    check_together([tool.model_dump() for tool in tools])
-    return tools
-
-
 class ForcedFunction(Body):
     """The function that the model has to call."""
 
-    type: Annotated[str, Field(max_length=64)]
+    type: TypeName
     name: ToolName | None = None
 
     @model_validator(mode="after")
@@ -171,9 +152,7 @@ class ResponsesBody(RequestFields, SamplingFields):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
     text: TextConfig = Field(default_factory=TextConfig)
-    tools: Annotated[
-        list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_check_together)
-    ] = Field(default_factory=list)
+    tools: ToolList[FunctionTool] = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     """Whether one answer may have several calls; otherwise all but the first are left out."""
@@ -202,7 +181,7 @@ class ResponsesBody(RequestFields, SamplingFields):
     @property
     def functions(self) -> Sequence[FunctionTool]:
         """The tools that the model may call, whatever ``tool_choice`` says."""
-        return [tool for tool in self.tools if tool.type == FUNCTION]
+        return served_tools(self.tools)
 
     @model_validator(mode="before")
     @classmethod

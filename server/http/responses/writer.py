@@ -17,7 +17,7 @@ from ..engine.engine_client import EngineClient
 from ..engine.plan import PromptPlan
 from ..engine.submission import Choice, Delta
 from ..errors import ApiError
-from ..generation.engine_response import EngineResponse
+from ..generation.engine_response import EngineResponse, unwritten
 from ..generation.output_reader import OutputReader
 from .output_items import Event, OutputItems
 from .schemas import ENCRYPTED_REASONING, ForcedFunction, ResponsesBody
@@ -197,5 +197,13 @@ class ResponsesAnswer(EngineResponse):
         return self._writer.sent_events
 
     def failure(self, error: ApiError, scope: Scope) -> bytes:
-        """Return the events of a failure: ``response.failed`` if the response has begun, and ``error``."""
-        return self._writer.failed(error) + super().failure(error, scope)
+        """Return the events of a failure: ``response.failed`` if the response has begun, and ``error``.
+
+        If a fault of the writer is the failure, it may fail again. ``error`` alone then ends the stream.
+        """
+        try:
+            told = self._writer.failed(error)
+        except Exception as e:  # noqa: BLE001 - a writer's bug of any kind
+            unwritten(e)
+            told = b""
+        return told + super().failure(error, scope)

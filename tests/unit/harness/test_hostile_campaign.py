@@ -13,7 +13,7 @@ from hostile.cluster import Usage
 from hostile.neighbour import last_event
 from hostile.other_uid import unix_sockets
 from hostile.peer_messages import Messages
-from hostile.watch import LEFT_BYTES, LEFT_DESCRIPTORS, PEAK_BYTES, Record, Vitals
+from hostile.watch import LEFT_BYTES, LEFT_DESCRIPTORS, PEAK_BYTES, REPLACED, Record, Vitals
 
 from pdserve.messages.channel import Codec
 from pdserve.messages.decode import UndeclaredMessage
@@ -70,6 +70,15 @@ def test_processes_that_end_come_or_grow_are_violations(now: dict[str, Usage], p
     cluster.now = now
     (found,) = vitals.check()
     assert problem in found
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_process_that_is_replaced_after_a_bomb_is_no_violation(name: str) -> None:
+    cluster = Processes({name: Usage(7, 1, 1)})
+    vitals = Vitals(cluster)  # type: ignore[arg-type]
+    for now in ({}, {name: Usage(8, 1, 1)}):
+        cluster.now = now
+        assert vitals.check() == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from readers import samples
 from readers.campaign import run, work_of_all
 from readers.cases import READERS, Reader
 from readers.worker import fault_of, verdict
-from support.examples import examples
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
@@ -25,7 +24,7 @@ from pdserve.model_files.text.errors import PromptError, TokenizerLoadError
 from pdserve.model_files.text.hf_tokenizer import tokenizer_from_folder
 from pdserve.model_files.text.template_source import read_json_object
 
-SAMPLED = examples(100)
+SAMPLED = 100
 """Damaged files of each reader."""
 
 

@@ -179,3 +179,12 @@ def test_a_broken_config_is_named_with_its_key(fields, message: str, load_format
     folder = edit(save(tmp_path, "Gemma"), **fields)
     with pytest.raises(UnsupportedModel, match=f"{message}.*; correct it, or download it again"):
         Harness(folder, attention_backend="torch", load_format=load_format)
+
+
+def test_an_error_of_a_class_that_names_no_key_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError
+
+    monkeypatch.setattr("transformers.GemmaForCausalLM._from_config", fail)
+    with pytest.raises(InvalidWeights, match=r"transformers can't load .*: KeyError"):
+        Harness(save(tmp_path, "Gemma"), attention_backend="torch", load_format="dummy")

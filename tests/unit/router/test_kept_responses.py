@@ -27,7 +27,9 @@ from pdserve.router.options import RouterOptions
 from pdserve.runtime.web import body as body_module
 from pdserve.runtime.web.responses import request as request_module
 from pdserve.runtime.web.responses.keeper import LARGE_BYTES, ResponseKeeper, open_responses
+from pdserve.runtime.web.responses.request import NotKept, ResponseRequest
 from pdserve.runtime.web.responses.response_store import KeptResponse, NoFiles, ResponseStore, StoreLimits
+from pdserve.server.http import app as app_module
 from pdserve.server.http.responses.answers import ResponseAnswer
 
 PATH = "/v1/responses"
@@ -188,6 +190,8 @@ def test_a_running_response_is_cancelled(kind: str) -> None:
         response_id, task = await begun(served, lines)
         running = (await served.client.get(f"{PATH}/{response_id}")).json()
         assert (running["status"], running["output"]) == ("in_progress", [])
+        deleted = await served.client.delete(f"{PATH}/{response_id}")
+        assert (deleted.status_code, f"{response_id}/cancel" in deleted.text) == (400, True)
         cancelled = await served.client.post(f"{PATH}/{response_id}/cancel")
         assert (cancelled.status_code, cancelled.json()["status"]) == (200, "cancelled")
         await task
@@ -196,6 +200,7 @@ def test_a_running_response_is_cancelled(kind: str) -> None:
         assert last["sequence_number"] == 5
         await served.engine.wait_for(lambda: bool(served.engine.aborts))
         assert (await served.client.post(f"{PATH}/{response_id}/cancel")).json() == cancelled.json()
+        assert (await served.client.delete(f"{PATH}/{response_id}")).json()["deleted"] is True
 
     scene(check, kind, hold=True)
 
@@ -262,7 +267,13 @@ def test_responses_belong_to_a_key(kind: str, tmp_path: Path) -> None:
     scene(unchecked, kind)
 
 
-@pytest.mark.parametrize("data", [b"{}", b"7", b"no JSON", b'{"response": 7}', b'{"response": {"id": 7}}'])
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"{}", b"7", b"no JSON", b'{"response": 7}', b'{"response": {"id": 7}}', b'{"response": {"id": "\xff"}}'),
+        b'{"response":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)
 def test_an_answer_that_cannot_be_read_is_passed_on(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """Instances may be other servers."""
     created = b"event: response.created\ndata: " + data + b"\n\n"
@@ -271,10 +282,11 @@ def test_an_answer_that_cannot_be_read_is_passed_on(data: bytes, caplog: pytest.
     assert "is not kept" in caplog.text
 
 
-def test_an_answer_that_breaks_off_is_kept_as_failed() -> None:
-    """A router ends it with an error when the instance has died."""
+@pytest.mark.parametrize("ending", [[b'event: error\ndata: {"type":"error","error":{}}\n\n'], []])
+def test_an_answer_that_breaks_off_is_kept_as_failed(ending: list[bytes]) -> None:
+    """A router ends it with an error when the instance has died. Other servers may just end it."""
     created = b'event: response.created\ndata: {"response":{"id":"r","error":null,"status":"in_progress"}}\n\n'
-    pieces = [created, b'event: error\ndata: {"type":"error","error":{}}\n\n']
+    pieces = [created, *ending]
     error = {"code": "server_error", "message": "the answer broke off"}
     kept = {"id": "r", "error": error, "status": "failed", "output": []}
     assert asyncio.run(passed_on(pieces, "r")) == (b"".join(pieces), 200, kept)
@@ -401,11 +413,36 @@ def test_a_conversation_has_the_limits_of_a_body(kind: str, monkeypatch: pytest.
 def test_a_response_that_there_is_no_room_for_is_not_kept(kind: str) -> None:
     async def check(served: Front) -> None:
         first = await served.create("a" * 20_000)
+        assert first["store"] is False
         answer = await served.client.post(PATH, json={"input": "b", "previous_response_id": first["id"]})
         assert (answer.status_code, "--responses-quota" in answer.text) == (400, True)
-        assert await served.status((await served.create("a"))["id"]) == 200
+        last = await served.create("a")
+        assert (last["store"], await served.status(last["id"])) == (True, 200)
 
     scene(check, kind, responses_quota=0.01)
+
+
+@both
+def test_bodies_that_wait_to_be_read_have_a_limit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones wait for each other, and must not fill the memory meanwhile."""
+    monkeypatch.setattr(app_module, "MAX_UPLOADS", 1)
+    monkeypatch.setattr(app_module, "MAX_BODY_BYTES", 8000)
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def read(*_: Any) -> ResponseRequest:
+        begun.set()
+        await goes_on.wait()
+        raise NotKept("input", "no")
+
+    async def check(served: Front) -> None:
+        monkeypatch.setattr(ResponseKeeper, "read", read)
+        first = asyncio.create_task(served.client.post(PATH, json={"input": "a" * 5000}))
+        await begun.wait()
+        second = await served.client.post(PATH, json={"input": "a" * 5000})
+        goes_on.set()
+        assert (second.status_code, (await first).status_code) == (503, 400)
+
+    scene(check, kind, **({"max_body_bytes": 8000, "max_held_body_bytes": 8000} if kind == "router" else {}))
 
 
 @both

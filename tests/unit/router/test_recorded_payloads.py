@@ -14,6 +14,8 @@ from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.router.instance import Instance, Role
 from pdserve.router.request_body import RequestBody
+from pdserve.runtime.web.apis import path_table
+from pdserve.runtime.web.paths import Server
 
 PREFILL = Instance("http://127.0.0.1:30000", Role.PREFILL, 9000)
 
@@ -37,7 +39,9 @@ def recorded() -> list[Any]:
 @pytest.mark.parametrize("said", recorded())
 def test_what_a_client_sent_gets_the_answer_that_it_got(said: dict[str, Any]) -> None:
     """Through the router's hands: the decode's leg is what the client is answered from."""
-    raw = b"".join(RequestBody.parse(json.dumps(said["body"]).encode()).for_pair(PREFILL).decode)
+    facts = path_table(Server.ROUTER).find(said["path"])
+    assert facts is not None
+    raw = b"".join(RequestBody.parse(json.dumps(said["body"]).encode(), facts=facts).for_pair(PREFILL).decode)
 
     async def run(engine: FakeEngine) -> int:
         async with engine.http() as client:

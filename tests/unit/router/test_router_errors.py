@@ -9,6 +9,7 @@ import pytest
 from support.router_rig import EVENT, generate, scenario
 
 from pdserve.router.dispatcher import raise_first_error
+from pdserve.router.endpoints import ControlEndpoints
 from pdserve.router.errors import InstanceAnsweredError
 from pdserve.router.instance import Instance, Role
 from pdserve.runtime.web.errors import THREAD_UNSUPPORTED, anthropic_error, error_fields
@@ -152,3 +153,16 @@ async def test_a_stream_that_ends_with_an_error_is_no_success(rig):
         bad.script = "crash_text"
     info = (await client.get("/server_info")).json()["instances"][0]
     assert info["resting_seconds"] > 0
+
+
+@scenario()
+async def test_a_fault_of_the_router_says_that_the_connection_closes(rig):
+    def broken(*_):
+        raise ValueError("a fault")
+
+    client = await rig.route(worker=[await rig.instance()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ControlEndpoints, "ask_all", broken)
+        response = await client.get("/server_info")
+    assert (response.status_code, response.headers["connection"]) == (500, "close")
+    assert response.json()["error"]["message"] == "the router failed on this request; its log says why"

@@ -8,7 +8,8 @@ import pytest
 from support.router_rig import FakeInstance, Rig, scenario
 
 from pdserve.router.request_body import RequestBody
-from pdserve.runtime.web.apis import OLLAMA_LINES
+from pdserve.runtime.web.apis import OLLAMA_LINES, path_table
+from pdserve.runtime.web.paths import Server
 
 LINE = b'{"message":{"content":"a"},"done":false}\n'
 END = b'{"message":{"content":""},"done":true}\n'
@@ -113,5 +114,8 @@ def test_the_rest_of_a_moved_answer_comes_from_the_other_instance() -> None:
     ("body", "streams"), [(b"{}", True), (b'{"stream": null}', True), (b'{"stream": false}', False)]
 )
 def test_an_answer_streams_unless_the_body_says_otherwise(body: bytes, streams: bool) -> None:
-    assert RequestBody.parse(body, streams=OLLAMA_LINES.is_default).stream == streams
-    assert not RequestBody.parse(body).stream
+    table = path_table(Server.ROUTER)
+    for path, expected in (("/api/chat", streams), ("/v1/chat/completions", False)):
+        facts = table.find(path)
+        assert facts is not None
+        assert RequestBody.parse(body, facts=facts).stream == expected

@@ -9,8 +9,11 @@ import pytest
 from pdserve.router.errors import BadRequestError
 from pdserve.router.instance import Instance, Role
 from pdserve.router.request_body import STEP, PairBodies, RequestBody
+from pdserve.runtime.web.apis import PATHS, path_table
+from pdserve.runtime.web.paths import AtRouter, Server
 
 PREFILL = Instance("http://[::1]:30000", Role.PREFILL, 9000)
+CHAT = "/v1/chat/completions"
 
 
 def joined(body):
@@ -18,31 +21,44 @@ def joined(body):
     return PairBodies(*(b"".join(pieces) for pieces in body.for_pair(PREFILL)))
 
 
-def legs(**fields):
-    bodies = joined(RequestBody.parse(json.dumps(fields).encode()))
+def parsed(fields, path="/generate"):
+    """Return the body that was sent to ``path`` as the router reads it."""
+    return RequestBody.parse(json.dumps(fields).encode(), "req-7", path_table(Server.ROUTER).find(path))
+
+
+def legs(path="/generate", **fields):
+    bodies = joined(parsed(fields, path))
     return json.loads(bodies.prefill), json.loads(bodies.decode)
 
 
 @pytest.mark.parametrize(
-    ("fields", "size"),
+    ("path", "fields", "size"),
     [
-        ({"text": "a"}, None),
-        ({"text": ["a"]}, 1),
-        ({"input_ids": [1, 2]}, None),
-        ({"input_ids": [[1], [2, 3]]}, 2),
-        ({"prompt": ["a", "b", "c"]}, 3),
-        ({"prompt": [1, 2]}, None),
-        ({"messages": [{"role": "user", "content": "a"}]}, None),
-        ({"messages": [{"role": "user", "content": "a"}], "prompt": ["a", "b"]}, None),
-        ({"messages": [{"role": "user", "content": "a"}], "input_ids": [[1], [2]]}, None),
-        ({"input": "a", "text": ["a", "b"]}, None),
-        ({"input": [{"role": "user", "content": "a"}], "prompt": ["a"]}, None),
-        ({"messages": None, "prompt": ["a", "b"]}, 2),
-        ({"text": []}, None),
+        ("/generate", {"text": "a"}, None),
+        ("/generate", {"text": ["a"]}, 1),
+        ("/generate", {"input_ids": [1, 2]}, None),
+        ("/generate", {"input_ids": [[1], [2, 3]]}, 2),
+        ("/v1/completions", {"prompt": ["a", "b", "c"]}, 3),
+        ("/v1/completions", {"prompt": [1, 2]}, None),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}]}, None),
+        # A field that the path does not have is ignored by instances, too.
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "prompt": ["a", "b"]}, None),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "input_ids": [[1], [2]]}, None),
+        (CHAT, {"messages": None, "prompt": ["a", "b"]}, None),
+        ("/v1/messages", {"messages": [], "prompt": ["a", "b"]}, None),
+        ("/v1/responses", {"input": "a", "text": ["a", "b"]}, None),
+        ("/v1/responses", {"input": [{"role": "user", "content": "a"}], "prompt": ["a"]}, None),
+        ("/api/generate", {"prompt": ["a", "b"]}, None),
+        ("/api/chat", {"messages": [], "prompt": ["a", "b"]}, None),
+        ("/generate", {"messages": [{"role": "user", "content": "a"}], "text": ["a", "b"]}, 2),
+        ("/generate", {"input": "a", "prompt": ["a"], "input_ids": [[1], [2]]}, 2),
+        ("/v1/completions", {"messages": [{"role": "user", "content": "a"}], "prompt": ["a", "b"]}, 2),
+        ("/v1/completions", {"input": ["a"], "text": ["a"], "prompt": ["a", "b"]}, 2),
+        ("/generate", {"text": []}, None),
     ],
 )
-def test_a_batch_gets_a_room_for_each_prompt_and_a_name(fields, size):
-    prefill, decode = legs(**fields)
+def test_a_batch_gets_a_room_for_each_prompt_and_a_name(path, fields, size):
+    prefill, decode = legs(path, **fields)
     assert prefill == {**decode, "stream": False, "bootstrap_leg": "prefill"}
     assert decode["bootstrap_leg"] == "decode"
     assert isinstance(decode["rid"], str)
@@ -56,7 +72,7 @@ def test_a_batch_gets_a_room_for_each_prompt_and_a_name(fields, size):
 
 
 def test_the_prefill_is_not_asked_to_stream():
-    prefill, decode = legs(prompt="a", stream=True, stream_options={"include_usage": True})
+    prefill, decode = legs(text="a", stream=True, stream_options={"include_usage": True})
     assert (prefill["stream"], prefill["stream_options"]) == (False, None)
     assert (decode["stream"], decode["stream_options"]) == (True, {"include_usage": True})
 
@@ -125,25 +141,31 @@ def test_a_body_that_is_nested_deeply_is_passed_on_until_it_is_nested_too_deeply
             RequestBody.parse(b'{"text": ' + begin * 5000 + middle + end * 5000 + b"}")
 
 
-@pytest.mark.parametrize("name", ["text", "prompt", "input_ids"])
-def test_too_many_prompts_are_refused_before_they_are_multiplied(name):
-    one = [1] if name == "input_ids" else "a"
-    assert RequestBody.parse(json.dumps({name: [one] * 4096}).encode()).batch_size == 4096
-    with pytest.raises(BadRequestError, match=f"{name}: more than 4096 prompts"):
-        RequestBody.parse(json.dumps({name: [one] * 4097}).encode())
+def test_every_path_that_generates_declares_its_prompts():
+    assert all(any(facts.prompt_fields) for facts in PATHS if facts.at_router is AtRouter.GENERATE)
 
 
 @pytest.mark.parametrize(
-    ("fields", "tokens"),
+    ("path", "name"), [("/generate", "text"), ("/v1/completions", "prompt"), ("/generate", "input_ids")]
+)
+def test_too_many_prompts_are_refused_before_they_are_multiplied(path, name):
+    one = [1] if name == "input_ids" else "a"
+    assert parsed({name: [one] * 4096}, path).batch_size == 4096
+    with pytest.raises(BadRequestError, match=f"{name}: more than 4096 prompts"):
+        parsed({name: [one] * 4097}, path)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "tokens"),
     [
-        ({"text": "x" * 40}, 11),
-        ({"text": ["x" * 40, "y"]}, 12),
-        ({"input_ids": [1, 2, 3]}, 3),
-        ({"prompt": [[1], [2, 3]]}, 3),
+        ("/generate", {"text": "x" * 40}, 11),
+        ("/generate", {"text": ["x" * 40, "y"]}, 12),
+        ("/generate", {"input_ids": [1, 2, 3]}, 3),
+        ("/v1/completions", {"prompt": [[1], [2, 3]]}, 3),
     ],
 )
-def test_a_prompts_length_is_guessed(fields, tokens):
-    assert RequestBody.parse(json.dumps(fields).encode()).prompt_tokens == tokens
+def test_a_prompts_length_is_guessed(path, fields, tokens):
+    assert parsed(fields, path).prompt_tokens == tokens
 
 
 def test_a_prompt_nested_deeply_is_measured_all_the_same():
@@ -186,7 +208,7 @@ def test_no_objects_are_built_of_a_bodys_values(body):
         ({"text": ["a", [1]]}, None, 1),
         ({"input_ids": [[1], "a"]}, None, 1),
         ({"input_ids": [], "text": "x" * 40}, None, 11),
-        ({"prompt": None, "text": ["x" * 40, "\\"]}, 2, 12),
+        ({"input_ids": None, "text": ["x" * 40, "\\"]}, 2, 12),
         ({"input_ids": 7, "text": {}}, None, 0),
     ],
 )
@@ -220,7 +242,7 @@ def test_what_is_no_json_object_is_refused(body):
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
 def test_drawn_ids_are_those_of_the_api_and_name_the_request(prompt):
     def drawn(**fields):
-        body = RequestBody.parse(json.dumps(fields).encode(), "req-7", "cmpl-")
+        body = parsed(fields, "/v1/completions")
         bodies = joined(body)
         assert json.loads(bodies.prefill)["rid"] == json.loads(bodies.decode)["rid"]
         return json.loads(bodies.decode)["rid"]
@@ -237,24 +259,24 @@ def test_no_body_at_all_has_no_fields():
 
 
 @pytest.mark.parametrize(
-    ("fields", "tokens"),
+    ("path", "fields", "tokens"),
     [
-        ({"text": "x" * 400}, 101),
-        ({"text": "\u6f22" * 400}, 601),
-        ({"messages": [{"role": "user", "content": "x" * 400}] * 2}, 217),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\u6f22" * 400}]}]}, 615),
-        ({"messages": [{"role": "user", "content": "x" * 400}] * 2, "text": "x" * 4000}, 217),
-        ({"messages": [7, {"content": None}], "system": "x" * 400}, 107),
-        ({"messages": [7, {"content": None}], "tools": [{"name": "x" * 389}]}, 107),
-        ({"input": "x" * 40, "instructions": "x" * 400, "tools": None}, 112),
-        ({"prompt": "x" * 40, "system": "x" * 400}, 112),
-        ({"messages": "x"}, 0),
-        ({"messages": [7, {"content": None}]}, 6),
-        ({}, 0),
+        ("/generate", {"text": "x" * 400}, 101),
+        ("/generate", {"text": "\u6f22" * 400}, 601),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 400}] * 2}, 217),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "\u6f22" * 400}]}]}, 615),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 400}] * 2, "text": "x" * 4000}, 217),
+        ("/v1/messages", {"messages": [7, {"content": None}], "system": "x" * 400}, 107),
+        (CHAT, {"messages": [7, {"content": None}], "tools": [{"name": "x" * 389}]}, 107),
+        ("/v1/responses", {"input": "x" * 40, "instructions": "x" * 400, "tools": None}, 112),
+        ("/api/generate", {"prompt": "x" * 40, "system": "x" * 400}, 112),
+        ("/generate", {"messages": "x" * 400, "system": "x" * 400, "text": "x" * 40}, 11),
+        (CHAT, {"messages": [7, {"content": None}]}, 6),
+        (CHAT, {}, 0),
     ],
 )
-def test_how_long_a_prompt_is_guessed_to_be(fields, tokens):
-    assert RequestBody.parse(json.dumps(fields).encode()).prompt_tokens == tokens
+def test_how_long_a_prompt_is_guessed_to_be(path, fields, tokens):
+    assert parsed(fields, path).prompt_tokens == tokens
 
 
 def test_text_is_measured_in_bytes():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from hashlib import sha256
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def router(*secrets: bytes) -> ClusterClient:
 
 
 def digest(*pieces: bytes | memoryview) -> bytes:
-    return sha256(b"".join(pieces)).hexdigest().encode()
+    return blake2b(b"".join(pieces), digest_size=32).hexdigest().encode()
 
 
 def server(*secrets: bytes, epoch: str = EPOCH) -> ClusterServer:

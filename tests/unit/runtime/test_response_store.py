@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
+import tracemalloc
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdserve.runtime.web.responses import request as request_module
@@ -106,6 +109,33 @@ def test_a_damaged_file_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureF
     assert second.exists()
 
 
+def test_a_response_beyond_a_smaller_quota_drops_no_other(tmp_path: Path) -> None:
+    store = ResponseStore(StoreLimits(9 * EACH, 9 * EACH), ResponseFiles(tmp_path))
+    store.put(kept("ana", "1"))
+    store.put(kept("ana", "2", 2 * EACH + 1))
+    store.close()
+    again = ResponseStore(StoreLimits(9 * EACH, 2 * EACH), ResponseFiles(tmp_path))
+    again.close()
+    assert names(again, "ana") == ["1"]
+    assert len(list(tmp_path.glob("*.response"))) == 1
+
+
+def test_a_slow_disk_holds_up_no_response_that_was_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    encode = msgspec.msgpack.encode
+    monkeypatch.setattr(msgspec.msgpack, "encode", lambda kept: written.append(kept.id) or encode(kept))
+    goes_on = threading.Event()
+    files = ResponseFiles(tmp_path)
+    files._submit(goes_on.wait)  # type: ignore[arg-type]
+    for name in ("1", "2", "1"):
+        files.write(kept("ana", name))
+    files.remove(kept("ana", "2"))
+    goes_on.set()
+    files.close()
+    assert written == ["1"]
+    assert len(list(tmp_path.glob("*.response"))) == 1
+
+
 def test_one_server_uses_a_folder_at_a_time(tmp_path: Path) -> None:
     files = ResponseFiles(tmp_path)
     with pytest.raises(ResponseFolderError, match="another server uses this folder"):
@@ -125,7 +155,8 @@ def read(body: object, *, keeps: bool = True, is_first: bool = False, limit: int
 
 
 def items(request: ResponseRequest) -> list[object]:
-    return [json.loads(item) for item in request.items]
+    found: list[object] = json.loads(b"[" + request.items + b"]")
+    return found
 
 
 def test_the_conversation_so_far_comes_before_the_input() -> None:
@@ -142,7 +173,7 @@ def test_the_conversation_so_far_comes_before_the_input() -> None:
 )
 @pytest.mark.parametrize("is_first", [False, True])
 def test_what_is_not_valid_is_left_to_the_reader_of_the_api(body: bytes, is_first: bool) -> None:
-    assert read(body, is_first=is_first) == (body, False, ())
+    assert read(body, is_first=is_first) == (body, False, b"")
 
 
 def test_a_router_tells_instances_to_keep_nothing() -> None:
@@ -158,7 +189,7 @@ def test_a_router_tells_instances_to_keep_nothing() -> None:
 
 def test_an_instance_keeps_nothing_for_a_router_that_keeps_nothing() -> None:
     body = {"input": "a", "previous_response_id": "resp_x", "bootstrap_room": 7}
-    assert read(body) == (json.dumps(body).encode(), False, ())
+    assert read(body) == (json.dumps(body).encode(), False, b"")
 
 
 def test_references_become_the_items() -> None:
@@ -192,6 +223,20 @@ def test_an_input_that_becomes_too_long_is_refused(is_first: bool) -> None:
         assert (error.value.status, error.value.param) == (413, param)
     # What names nothing has been measured before.
     assert read({"input": "a" * 100}, limit=100).keeps
+
+
+@pytest.mark.parametrize("last", [b"8", b'"item_reference"'])
+def test_no_objects_are_built_of_an_inputs_values(last: bytes) -> None:
+    """Each would take a hundred bytes, and a request with a million numbers is held until an instance refuses it."""
+    body = b'{"input":[' + b"7," * 100_000 + last + b"]}"
+    read(b"{}")
+    tracemalloc.start()
+    try:
+        read(body)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 3 * len(body)
 
 
 def test_inputs_of_running_requests_have_limits() -> None:

@@ -90,11 +90,14 @@ def test_a_long_conversation_is_walked_once(monkeypatch: pytest.MonkeyPatch) -> 
     def asked(content: Any, **fields: Any) -> int:
         changes.times = 0
         body = parsed({"messages": [{"role": "user", "content": content}] * turns, **fields})
+        checked = changes.times
         read_answerable(body)
         tool_use_of(body)
+        assert changes.times == checked, "a large body is checked beside the event loop, so that is when"
         return changes.times
 
     assert asked(blocks, tools=[TOOL], tool_choice={"type": "any"}) == turns * len(blocks)
+    assert asked(blocks, tools=[TOOL]) == turns * len(blocks)
     assert asked(blocks) == 0, "there are no tools to change"
     assert asked("a", tools=[TOOL]) == 0, "a text changes no tools"
 
@@ -241,6 +244,9 @@ def test_tools_are_the_clients_own() -> None:
     assert chat.tools == [{"type": "function", "function": function}]
     assert read(USER, tools=[TOOL], tool_choice={"type": "none"}).tools is None
     assert read(USER, tools=[SEARCH]).tools is None
+    assert read(USER, tools=[{**SEARCH, "name": 5, "input_schema": "x"}, TOOL]).tools == [
+        {"type": "function", "function": function}
+    ]
 
 
 LATE = {**TOOL, "name": "late", "defer_loading": True}
@@ -370,6 +376,8 @@ HERE = "messages[2].content[1]"
         ({"stop_sequences": ["x" * 1025]}, "stop_sequences[0]", "1024"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"container": "c1"}, "container", "does not serve"),
+        ({"output_config": {"effort": "a lot"}}, "output_config.effort", "'xhigh' or 'max'"),
+        ({"tools": [{"type": 5, "name": "f", "input_schema": SCHEMA}]}, "tools[0].type", "must be a string"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema", "is required"),
         ({"temprature": 1}, "temprature", "did you mean"),
     ],

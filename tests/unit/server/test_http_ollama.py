@@ -21,6 +21,7 @@ from pdserve.server.http.ollama.schemas import OllamaMessage
 QWEN = 'tools <tool_call>{"name": .., "arguments": ..}</tool_call> <think></think>'
 USER = {"role": "user", "content": "Weather in Rome?"}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+LARGE_TOOL = {"function": {"name": "large", "description": "y" * 600_000}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 OUTPUT = f"<think>\nRome, so a call.\n</think>\n\nLet me look.\n{CALL}\n{CALL.replace('Rome', 'Bari')}"
 CHAT = {"model": "m", "messages": [USER]}
@@ -117,6 +118,15 @@ def test_a_stream_is_the_default_and_adds_up_to_the_whole_answer(piece: int) -> 
     assert message == wanted["message"]
     assert found[-1].keys() == wanted.keys()
     assert all("done_reason" not in line for line in found[:-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_arguments_are_answered_on_one_line_and_else_as_the_model_wrote_them(stream: bool) -> None:
+    number = 123456789012345678901234567890
+    output = CALL.replace('{"city": "Rome"}', f'{{\n  "city": {number},\r\n  "text": "a\\nb"\n}}')
+    response, _ = ask("/api/chat", {**CHAT, "tools": [TOOL], "stream": stream}, output)
+    [call] = [call for line in response.text.splitlines() for call in json.loads(line)["message"].get("tool_calls", ())]
+    assert call["function"]["arguments"] == {"city": number, "text": "a\nb"}
 
 
 def test_a_prompt_is_put_into_the_chat_template_unless_it_is_raw() -> None:
@@ -304,6 +314,9 @@ def test_another_model_is_not_found(path: str) -> None:
         ("/api/chat", {"messages": [USER] * 4097}, "messages"),
         ("/api/chat", {"format": "yaml"}, "format"),
         ("/api/chat", {"format": "json", "tools": [TOOL]}, "format"),
+        ("/api/chat", {"tools": [{"type": "web_search"}, {"function": {"parameters": {}}}]}, "tools[1].function.name"),
+        ("/api/chat", {"tools": [{"type": "function"}]}, "tools[0].function"),
+        ("/api/chat", {"tools": [LARGE_TOOL] * 2}, "tools"),
         ("/api/chat", {"think": "a lot"}, "think"),
         ("/api/chat", {"logprobs": True}, "logprobs"),
         ("/api/chat", {"options": {"top_p": 1.5}}, "options.top_p"),

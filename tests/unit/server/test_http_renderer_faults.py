@@ -13,6 +13,7 @@ from support.served_app import serving
 from pdserve.messages.outputs import FinishType, TextBatch
 from pdserve.server.http.ollama import generate
 from pdserve.server.http.ollama.writer import OllamaRenderer
+from pdserve.server.http.responses.writer import ResponseWriter
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi!"}]}
 
@@ -56,6 +57,25 @@ def test_a_later_fault_is_an_error_event(monkeypatch: pytest.MonkeyPatch) -> Non
     assert response.status_code == 200
     assert '"content":"a"' in first
     assert last.startswith('{"error":"internal error (ValueError)')
+
+
+def test_a_fault_that_comes_again_while_a_response_fails_is_an_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(engine: FakeEngine) -> httpx.Response:
+        asking = asyncio.create_task(engine.post("/v1/responses", {"input": "Hi!", "stream": True}))
+        await engine.wait_for(lambda: bool(engine.requests))
+        (request,) = engine.requests
+        live = engine.client.live.get(request.rid)
+        engine.client.dispatch([TextBatch([engine.text(request, "a", [0])])])
+        async with asyncio.timeout(10):
+            while live is not None and not live.choice.opened:
+                await asyncio.sleep(0)
+        monkeypatch.setattr(ResponseWriter, "_encoded", broken)
+        engine.client.dispatch([TextBatch([engine.text(request, "b", [1], FinishType.STOP)])])
+        return await asking
+
+    *_, last = with_engine(run, hold=True).text.removesuffix("\n\n").split("\n\n")
+    assert last.startswith("event: error\n")
+    assert "internal error (ValueError)" in last
 
 
 def test_a_fault_before_an_answer_says_that_the_connection_closes(monkeypatch: pytest.MonkeyPatch) -> None:

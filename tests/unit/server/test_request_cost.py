@@ -23,6 +23,7 @@ from pdserve.runtime.web.aside import Aside
 from pdserve.scheduler.options import DEFAULT_MAX_LOGPROBS
 from pdserve.server.http.bodies import large_bodies
 from pdserve.server.http.bodies.large_bodies import MAX_TEXT_PARTS, MAX_TOKEN_IDS, parse_in_pieces
+from pdserve.server.http.bodies.tool_fields import MAX_TOOL_CALLS
 from pdserve.server.http.engine import request_batch
 from pdserve.server.http.engine.request_batch import SLICE_CHOICES
 from pdserve.server.http.generation import engine_response
@@ -31,6 +32,7 @@ from pdserve.server.prompt_encoder import MissingTemplate
 from pdserve.server.request_tokenizer import RequestTokenizer
 
 UNSET = 2**31 - 1
+OUTPUT_ITEM = {"type": "function_call_output", "call_id": "c"}
 
 
 # --- log-probabilities ---
@@ -262,6 +264,19 @@ def test_many_small_objects_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch) 
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * (MAX_TEXT_PARTS // 4)}] * 5},
+        ),
+        (
+            "/v1/responses",
+            {"input": [{**OUTPUT_ITEM, "output": [{"type": "input_text", "text": "a"}] * (MAX_TEXT_PARTS // 4)}] * 5},
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * MAX_TOOL_CALLS}
+                    for _ in range(MAX_TEXT_PARTS // MAX_TOOL_CALLS + 1)
+                ]
+            },
         ),
     ],
 )
