@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from ..endpoint import endpoint
+from .openapi import beside_the_loop
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {"content-security-policy": POLICY, "referrer-policy": "no-referrer", "x-content-type-options": "nosniff"}
@@ -50,7 +51,7 @@ Schema = Mapping[str, Any]
 @endpoint()
 async def docs_page(request: Request) -> HTMLResponse:
     """Show an HTML page of every endpoint with the fields of its body and its answers."""
-    return HTMLResponse(render(request.app.state.openapi()), headers=HEADERS)
+    return HTMLResponse(await beside_the_loop(request, render), headers=HEADERS)
 
 
 def render(page: Schema) -> str:

@@ -8,17 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import orjson
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ....runtime.web.paths import PathFacts
 from ....runtime.web.sse import DATA_PREFIX, SSE_TYPE, StreamFormat
 from ..answers import MetricsText
 from ..endpoint import HttpEndpoint, QueryParameter, endpoint
+from ..state import HttpState
+
+T = TypeVar("T")
 
 PARAMETER = re.compile(r"\{(\w+)\}")
 REF = "#/components/schemas/{model}"
@@ -29,7 +33,17 @@ ASKED, UNLESS = 'With "stream": true', 'Unless "stream" is false'
 @endpoint()
 async def openapi_page(request: Request) -> Response:
     """Answer with the OpenAPI document of this instance, in JSON."""
-    return JSONResponse(request.app.state.openapi())
+    content = await beside_the_loop(request, orjson.dumps)
+    return Response(content, media_type="application/json")
+
+
+async def beside_the_loop(request: Request, write: Callable[[dict[str, Any]], T]) -> T:
+    """Return what ``write`` makes of this instance's OpenAPI document.
+
+    Both are made on a thread, since the first call takes half a second: it imports FastAPI.
+    """
+    openapi = request.app.state.openapi
+    return await HttpState.of(request).aside.run(True, lambda: write(openapi()))
 
 
 def make_openapi(version: str, endpoints: Mapping[PathFacts, HttpEndpoint]) -> Callable[[], dict[str, Any]]:

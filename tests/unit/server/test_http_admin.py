@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from pdserve.runtime.web.errors import error_type
 from pdserve.server.http.admin.kv_hashes import KVHashesAnswer
 from pdserve.server.http.admin.memory import MemoryReleased, MemoryResumed
 from pdserve.server.http.engine import health_check as health_module
+from pdserve.server.http.pages import openapi as openapi_module
 from pdserve.server.http.pages.docs_page import render
 from pdserve.server.http.parsing import MAX_BODY_BYTES
 from pdserve.server.http.status.info import TransfersAnswer
@@ -276,6 +278,21 @@ def test_the_page_for_people_loads_nothing_and_shows_every_endpoint_and_field() 
             assert (await engine.get(gone)).status_code == 404
 
     with_engine(run)
+
+
+def test_the_pages_are_made_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    makers: list[threading.Thread] = []
+
+    def make(*args: Any) -> dict[str, Any]:
+        makers.append(threading.current_thread())
+        return make_page(*args)
+
+    make_page = openapi_module._list_paths
+    monkeypatch.setattr(openapi_module, "_list_paths", make)
+    for path in ("/openapi.json", "/docs"):
+        assert with_engine(lambda engine, path=path: engine.get(path)).status_code == 200
+    assert len(makers) == 2
+    assert threading.main_thread() not in makers
 
 
 def test_the_page_for_people_runs_nothing_that_a_schema_says() -> None:
