@@ -54,7 +54,7 @@ def make_client(options: RouterOptions) -> HttpClient:
     # An answer is passed on as it is, so it must come uncompressed.
     headers = [(b"accept-encoding", b"identity"), (b"user-agent", b"pdserve-router")]
     keys = RouterKeys.read(options.cluster_secret_file)
-    cluster = ClusterClient(keys) if keys is not None else OPEN_CLUSTER
+    cluster = ClusterClient(keys, options.hang_timeout) if keys is not None else OPEN_CLUSTER
     return HttpClient(headers, options.connect_timeout, DEAD_HOST_OPTIONS, cluster)
 
 

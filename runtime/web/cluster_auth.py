@@ -44,6 +44,7 @@ PROOF_HEADER = b"x-pdserve-proof"
 SIGNATURE_HEADER = b"x-pdserve-signature"
 PROOF_PATH = "/livez"
 CHALLENGE_CHARS = 32
+PROOF_SECONDS = 5.0
 MAX_PROOF_BYTES = 512
 MAX_PLACES = 4096
 INLINE_BYTES = 256 << 10
@@ -130,7 +131,9 @@ OPEN_CLUSTER = OpenCluster()
 class ClusterClient(ClusterAccess):
     """The side that connects and asks: a router with its keys, or an instance with the secret."""
 
-    def __init__(self, ring: KeyRing) -> None:
+    def __init__(self, ring: KeyRing, proof_seconds: float = PROOF_SECONDS) -> None:
+        """Take the keys of ``ring``. ``proof_seconds``: how long a server may take to prove its membership."""
+        self.proof_seconds = proof_seconds
         self._proof_keys = ring.keys("proof of an instance")
         self._key = ring.keys("requests to an instance")[0]
         self._places: dict[bytes, str] = {}

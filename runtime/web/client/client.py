@@ -68,8 +68,8 @@ class HttpClient:
     """Client for any number of servers. ``headers`` go with each request, beside the host.
 
     With a ``ClusterClient``, a server gets nothing before it has proven that it belongs to the cluster, and requests to
-    it are signed. Only connecting has a time limit (``connect_seconds``); the caller limits the time of an answer.
-    Redirects are answers like any other. Proxies and other settings of the environment are ignored.
+    it are signed. Only connecting (``connect_seconds``) and the proof have a time limit; the caller limits the time of
+    an answer. Redirects are answers like any other. Proxies and other settings of the environment are ignored.
     """
 
     def __init__(
@@ -163,16 +163,16 @@ class HttpClient:
         """
         challenge = cluster.challenge()
         question = _Request("GET", PROOF_PATH, ((CHALLENGE_HEADER, challenge),), ())
-        answer = ClientResponse(connection, lambda: None, self._connect_seconds)
+        answer = ClientResponse(connection, lambda: None, cluster.proof_seconds)
         try:
-            async with asyncio.timeout(self._connect_seconds):
+            async with asyncio.timeout(cluster.proof_seconds):
                 connection.ask([question.head(server)], answer)
                 await answer.head()
                 epoch = cluster.proven(challenge, answer.header(PROOF_HEADER), url)
                 if epoch is not None:
                     await answer.read_all(MAX_PROOF_ANSWER_BYTES)
         except TimeoutError:
-            epoch, problem = None, f"does not answer {PROOF_PATH} within {self._connect_seconds:g} s"
+            epoch, problem = None, f"does not answer {PROOF_PATH} within {cluster.proof_seconds:g} s"
         except ClientError as e:
             epoch, problem = None, f"does not answer {PROOF_PATH}: {e}"
         else:

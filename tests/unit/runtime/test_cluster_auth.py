@@ -300,7 +300,9 @@ def test_the_key_that_a_router_without_keys_drew_is_the_admins_at_every_instance
 Answer = Callable[[bytes], bytes]
 
 
-def against(answer: Answer, run: Callable[[HttpClient, str], Awaitable[None]]) -> list[bytes]:
+def against(
+    answer: Answer, run: Callable[[HttpClient, str], Awaitable[None]], proof_seconds: float = 60.0
+) -> list[bytes]:
     """Return what is sent to a server that answers each request with ``answer`` of its head."""
     heard: list[bytes] = []
     serving: list[asyncio.Task[Any]] = []
@@ -316,7 +318,7 @@ def against(answer: Answer, run: Callable[[HttpClient, str], Awaitable[None]]) -
     async def main() -> None:
         listener = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        http = HttpClient([], 1.0, cluster=client())
+        http = HttpClient([], 60.0, cluster=ClusterClient(ClusterSecret((OURS,)), proof_seconds))
         await run(http, url)
         http.close()
         listener.close()
@@ -347,10 +349,18 @@ def test_a_stranger_gets_neither_key_nor_prompt_and_serves_no_client(answer: Ans
             with pytest.raises(CannotConnect, match="the server there"):
                 await http.send("POST", url, "/generate", b"the prompt", [(b"authorization", b"Bearer a-key"), *ALICE])
 
-    heard = against(answer, run)
+    heard = against(answer, run, proof_seconds=0.2)
     assert heard
     assert all(head.startswith(b"GET /livez ") for head in heard)
     assert not any(word in head for head in heard for word in (b"prompt", b"a-key", b"alice"))
+
+
+def test_a_silent_server_has_the_time_for_a_proof_and_not_that_for_a_connection() -> None:
+    async def run(http: HttpClient, url: str) -> None:
+        with pytest.raises(CannotConnect, match=r"does not answer /livez within 0\.2 s"):
+            await http.fetch("GET", url, "/health")
+
+    assert len(against(lambda _: b"", run, proof_seconds=0.2)) == 1
 
 
 def test_a_connection_is_proven_once_and_its_requests_are_signed() -> None:
