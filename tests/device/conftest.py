@@ -9,10 +9,14 @@ from __future__ import annotations
 import zlib
 
 import pytest
-from support.triton_device import CAN_RUN
+from support.triton_device import CAN_RUN, INTERPRETED
 
 if not CAN_RUN:
     collect_ignore_glob = ["*"]
+if INTERPRETED:
+    from support.quick_interpreter import remember_builtins
+
+    remember_builtins()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
