@@ -50,9 +50,12 @@ LONGEST = [
 ]
 """Files that take longest, those of real processes and the others. If they came late, one worker would be alone with
 the last."""
-TOGETHER = dict.fromkeys(
-    ("test_abort_storm", "test_campaign", "test_strangers", "test_structured_output"), "the pair with small pools"
-)
+TOGETHER = {
+    **dict.fromkeys(
+        ("test_abort_storm", "test_campaign", "test_strangers", "test_structured_output"), "the pair with small pools"
+    ),
+    **dict.fromkeys(("test_cluster", "test_conversation"), "the pair with a secret"),
+}
 """Files that one worker runs one after another, because they share servers that no other file uses."""
 QUARTERS = 4
 CAMPAIGN_SECONDS = 900.0

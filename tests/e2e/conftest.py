@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support import tiny_model
@@ -58,6 +59,37 @@ def small_pair(_small_pair: Pair) -> Iterator[Pair]:
     yield _small_pair
     _small_pair.assert_all_returned()
     for server in (_small_pair.prefill, _small_pair.decode):
+        assert_returned(server)
+
+
+@pytest.fixture(scope="session")
+def secrets(tmp_path_factory) -> Path:
+    """A folder of cluster secrets: ``ours``, and ``both``, which begins with another one."""
+    folder = tmp_path_factory.mktemp("secrets")
+    (folder / "ours").write_text("o" * 40 + "\n")
+    (folder / "both").write_text("n" * 40 + "\n" + "o" * 40 + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def _secret_pair(tmp_path_factory, tiny_args, secrets) -> Iterator[Pair]:
+    ours, both = (["--cluster-secret-file", str(secrets / name)] for name in ("ours", "both"))
+    tmp = tmp_path_factory.mktemp("secret-pair")
+    # Tests read the maps of each process. Without the flag only root may.
+    args, decode_args = [*tiny_args, "--allow-core-dumps"], [*ours, "--return-kv"]
+    router_args = ["--allow-core-dumps", *ours]
+    with pd_pair(tmp, "tcp", *args, router_args=router_args, prefill_args=both, decode_args=decode_args) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def secret_pair(_secret_pair: Pair) -> Iterator[Pair]:
+    """A pair by tcp with a secret, which the decode is about to change: it uses another first.
+
+    The decode returns the KV of finished requests to the prefill.
+    """
+    yield _secret_pair
+    for server in (_secret_pair.prefill, _secret_pair.decode):
         assert_returned(server)
 
 

@@ -13,8 +13,8 @@ from support.machine import limit
 from support.processes import ANSWER_SECONDS, NO_REUSE, Pair, pd_pair
 
 SEEDS = {"shm": 1, "tcp": 2}
-# Six times as many as are under way at once; a campaign that hunts for the rare takes thousands.
-REQUESTS = int(os.environ.get("PDSERVE_CAMPAIGN_REQUESTS", "150"))
+# Three times as many as are under way at once; a campaign that hunts for the rare takes thousands.
+REQUESTS = int(os.environ.get("PDSERVE_CAMPAIGN_REQUESTS", "72"))
 
 
 class Tally:

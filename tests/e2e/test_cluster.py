@@ -36,29 +36,14 @@ def peers_of(server: Launched) -> list[dict]:
     return server.info()["disaggregation"]["peers"]
 
 
-@pytest.fixture(scope="module")
-def secrets(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("secrets")
-    (folder / "ours").write_text("o" * 40 + "\n")
-    (folder / "both").write_text("n" * 40 + "\n" + "o" * 40 + "\n")
-    return folder
+@pytest.fixture
+def pair(secret_pair):
+    return secret_pair
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory, tiny_args, secrets):
-    """The decode is about to change the secret: it uses another first."""
-    ours, both = (["--cluster-secret-file", str(secrets / name)] for name in ("ours", "both"))
-    tmp = tmp_path_factory.mktemp("pair")
-    # Tests read the maps of each process. Without the flag only root may.
-    dumps = "--allow-core-dumps"
-    router_args = [dumps, *ours]
-    with pd_pair(tmp, "tcp", *tiny_args, dumps, router_args=router_args, prefill_args=both, decode_args=ours) as pair:
-        yield pair
-
-
-@pytest.fixture(scope="module")
-def expected(pair):
-    answer = asked(pair.prefill)
+def expected(secret_pair):
+    answer = asked(secret_pair.prefill)
     assert answer.status_code == 200
     return answer.json()["output_ids"]
 

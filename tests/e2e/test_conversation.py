@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.processes import pd_pair, wait_until
+from support.processes import Launched, Pair, pd_pair, wait_until
 from support.scrape import Page
 
 TURNS, SAYS, ANSWERS = 10, 45, 70
@@ -17,31 +17,48 @@ def says(turn: int) -> list[int]:
     return [(turn * 997 + i * 31) % 40000 + 100 for i in range(SAYS)]
 
 
-def returned(server) -> float:
+def computed(pair: Pair) -> int:
+    return sum(server.info()["counters"]["prompt_tokens"] for server in (pair.prefill, pair.decode))
+
+
+def returned(server: Launched) -> float:
     return Page(server.client.get(server.url + "/metrics").text).total("pdserve_kv_returned_total")
 
 
-@pytest.mark.parametrize("backend", ["shm"])
-def test_ten_turns_compute_next_to_nothing_again(tmp_path, tiny_args, alone, backend, capsys):
-    expected: list[list[int]] = []
+@pytest.fixture(scope="module")
+def expected(alone: Launched) -> list[list[int]]:
+    found: list[list[int]] = []
     history: list[int] = []
     for turn in range(TURNS):
         history += says(turn)
-        expected.append(alone.generate(**body(history))["output_ids"])
-        history += expected[-1]
-    (tmp_path / "secret").write_text("k" * 64)
-    secret = ["--cluster-secret-file", str(tmp_path / "secret")]
-    with pd_pair(tmp_path, backend, *tiny_args, *secret, router_args=secret, decode_args=["--return-kv"]) as pair:
-        history, prompts = [], 0
-        for turn in range(TURNS):
-            history += says(turn)
-            prompts += len(history)
-            assert pair.router.generate(**body(history))["output_ids"] == expected[turn]
-            history += expected[turn]
-            wait_until(lambda t=turn: returned(pair.prefill) > t, 10, "the KV is back")
-        computed = pair.prefill.info()["counters"]["prompt_tokens"] + pair.decode.info()["counters"]["prompt_tokens"]
-        again = computed - TURNS * SAYS
-        with capsys.disabled():
-            print(f"\n{prompts} prompt tokens in {TURNS} turns, {TURNS * SAYS} of them new: {again} computed again")
-        assert again <= 0.05 * prompts
-        pair.assert_all_returned()
+        found.append(alone.generate(**body(history))["output_ids"])
+        history += found[-1]
+    return found
+
+
+def test_ten_turns_compute_next_to_nothing_again(secret_pair, expected, capsys):
+    with capsys.disabled():
+        print(f"\n{converse(secret_pair, expected)}")
+
+
+@pytest.mark.slow
+def test_ten_turns_by_shared_memory(tmp_path, tiny_args, expected):
+    with pd_pair(tmp_path, "shm", *tiny_args, decode_args=["--return-kv"]) as pair:
+        converse(pair, expected)
+
+
+def converse(pair: Pair, expected: list[list[int]]) -> str:
+    """Hold a conversation, and return how many tokens of its prompts were computed."""
+    returned_before, computed_before = returned(pair.prefill), computed(pair)
+    history: list[int] = []
+    prompts = 0
+    for turn in range(TURNS):
+        history += says(turn)
+        prompts += len(history)
+        assert pair.router.generate(**body(history))["output_ids"] == expected[turn]
+        history += expected[turn]
+        wait_until(lambda t=turn: returned(pair.prefill) > returned_before + t, 10, "the KV is back")
+    again = computed(pair) - computed_before - TURNS * SAYS
+    assert again <= 0.05 * prompts
+    pair.assert_all_returned()
+    return f"{prompts} prompt tokens in {TURNS} turns, {TURNS * SAYS} of them new: {again} computed again"

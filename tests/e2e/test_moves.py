@@ -96,7 +96,8 @@ def whole(pair: Two, asked: dict) -> dict:
     return pair.stayed[key]
 
 
-@pytest.mark.parametrize("way", ["direct", "router"])
+# A stream by the router moves below too, with a grammar.
+@pytest.mark.parametrize("way", ["direct", pytest.param("router", marks=pytest.mark.slow)])
 def test_a_moved_stream_has_the_tokens_of_one_that_stays(pair, way):
     asked = body(f"moves-{way}", return_logprob=True, top_logprobs_num=2)
     expected = whole(pair, asked)

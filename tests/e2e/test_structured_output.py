@@ -67,7 +67,7 @@ def alone_answers(small_pair: Pair) -> list[list[int]]:
 
 
 def test_a_pair_answers_as_one_instance(alone_answers: list[list[int]], small_pair: Pair) -> None:
-    assert answers(small_pair.router, range(24), 1) == alone_answers
+    assert answers(small_pair.router, range(24), 4) == alone_answers
 
 
 def test_requests_beside_each_other_answer_as_alone(alone_answers: list[list[int]], small_pair: Pair) -> None:

@@ -16,7 +16,7 @@ from support.machine import limit
 from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_until
 from support.prompts import FOX, FRANCE, STACK
 
-TOKENS = 24
+TOKENS = 12
 FEW = 8
 """Tokens of a model with a long pass, with more ranks than there may be cores."""
 TWO = ("--tp-size", "2")

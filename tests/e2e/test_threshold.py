@@ -48,7 +48,9 @@ def expected(alone) -> dict[tuple[int, ...], list[int]]:
     return {tuple(ids): alone.generate(**body(ids))["output_ids"] for ids in prompts}
 
 
+@pytest.mark.slow
 def test_a_number_of_tokens_is_the_border(tmp_path, tiny_args, expected):
+    """``tests/unit/disaggregation/test_placement_policy.py`` has the rule, and simulated pairs that follow it."""
     with pd_pair(tmp_path, "shm", *tiny_args, "--disaggregation-threshold", "100") as pair:
         for ids in (prompt(0, SHORT), prompt(0, LONG), prompt(1, SHORT), prompt(1, LONG)):
             assert pair.router.generate(**body(ids))["output_ids"] == expected[tuple(ids)]

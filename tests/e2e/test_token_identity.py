@@ -105,10 +105,9 @@ def unified(tmp_path_factory) -> Iterator[Launched]:
 
 @pytest.fixture(scope="module")
 def reference(unified, prompt_ids) -> Reference:
-    """Outputs of all prompts but the longest, which takes as long as all others together: slow tests have it."""
-    assert sum(len(ids) for ids in prompt_ids) > 1500
+    """Outputs of the prompts of ``WAYS``. Slow tests add others, as they compare with them."""
     found = Reference(unified, prompt_ids)
-    found.prove([i for i, prompt in enumerate(PROMPTS) if prompt != LONG])
+    found.prove(WAYS)
     return found
 
 
@@ -135,8 +134,10 @@ def test_repeated_prompts_are_prefix_hits(unified, prompt_ids, reference, more):
     assert all(c > 0 for c, ids in zip(cached, prompts, strict=True) if len(ids) > 16)
 
 
+@pytest.mark.slow
 def test_sixteen_at_once(unified, prompt_ids, reference):
     assert unified.post("/flush_cache", {}).status_code == 200
+    # Twelve at once are in ``test_disaggregated``, and fifteen of a tiny model in test_determinism.py.
     # The long prompt goes through chunks beside decodes like the others, for as long as all of them together: FOX does.
     indices = [i for i, prompt in enumerate(PROMPTS) if prompt != LONG]
     assert len(indices) > 16
