@@ -21,7 +21,7 @@ from ..bodies.request_fields import (
     Stops,
     Temperature,
     TopK,
-    TopP,
+    TopPFromZero,
 )
 from ..bodies.structure import ANY_OBJECT, grammars_of, one_grammar
 from ..bodies.tool_fields import MAX_TOOL_CALLS, CallId, ListedTool, ToolList, ToolName, ToolType, Values, served_tools
@@ -29,8 +29,6 @@ from ..bodies.unserved import ANYTHING, IGNORED, Unserved, neutral
 
 TEXT, SCHEMA, SWITCH, LEVEL = TAG + "text", TAG + "schema", TAG + "switch", TAG + "level"
 FUNCTION = "function"
-LEAST_TOP_P = 1e-9
-"""Value for Ollama's 0, which leaves only the most probable token."""
 
 OPTIONS: Unserved = {
     # How a model is loaded. Here the server's own options say that.
@@ -58,10 +56,6 @@ GENERATE: Unserved = {
 }
 
 
-def _top_p(value: Any) -> Any:
-    return LEAST_TOP_P if isinstance(value, int | float) and value == 0 and value is not False else value
-
-
 class OllamaOptions(Body):
     """``options``. Those that have another name elsewhere in this server are ``OTHER_NAMES``."""
 
@@ -69,7 +63,7 @@ class OllamaOptions(Body):
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {"repeat_penalty": "repetition_penalty"}
 
     temperature: Temperature = 1.0
-    top_p: Annotated[TopP, BeforeValidator(_top_p)] = 1.0
+    top_p: TopPFromZero = 1.0
     top_k: TopK = -1
     min_p: MinP = 0.0
     repeat_penalty: RepetitionPenalty = 1.0
