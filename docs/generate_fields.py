@@ -24,8 +24,8 @@ BETWEEN = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
 ABSENT = "–"
 
 
-BODIES = {facts.path: load_endpoint(facts).body for facts in reversed(PATHS) if facts.at_router is AtRouter.GENERATE}
-"""Body of each API that generates, by its path. The first column is of the API that was declared last."""
+PATHS_OF = {load_endpoint(facts).body: facts.path for facts in reversed(PATHS) if facts.at_router is AtRouter.GENERATE}
+"""Path of each body that generates; of several, the first one. The first column is of the API declared last."""
 Column = Mapping[str, str]
 """How an API treats each of its fields, by the field's path."""
 
@@ -33,7 +33,7 @@ Column = Mapping[str, str]
 def render() -> str:
     """Return the page with its tables as the code has them."""
     text = PAGE.read_text(encoding="utf-8")
-    columns = {f"`{path}`": dict(column(body)) for path, body in BODIES.items() if body is not None}
+    columns = {f"`{path}`": dict(column(body)) for body, path in PATHS_OF.items() if body is not None}
     top = {title: {name: one for name, one in rows.items() if "." not in name} for title, rows in columns.items()}
     inside = {title: {name: one for name, one in rows.items() if "." in name} for title, rows in columns.items()}
     tables = f"{BEGIN}\n\n{table(top)}\n\nThe objects inside of them:\n\n{table(inside)}\n\n{END}"

@@ -165,7 +165,8 @@ class InstanceAnsweredError(RouterError):
         self.headers = without_type(headers)
         self.retryable = status in (TOO_MANY, 502, 503)
         error = parsed or {}
-        self.kind, self.code = error.get("kind", error.get("type", self.kind)), error.get("code")
+        self.kind = error.get("kind", error.get("type", self.kind))
+        self.code = error.get("reason", error.get("code"))
         # Either instance of a pair may report a failure between them.
         self.blames_peer = self.kind == "transfer_error"
         self.is_load = status == TOO_MANY or (status == 503 and self.code == OVERLOADED)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from .errors import ErrorShape, anthropic_error, message_error, plain_error
+from .errors import ErrorShape, anthropic_error, llama_error, message_error, plain_error
 from .moved_answer import MOVED_PATH
 from .paths import DELETE, GET, GET_OR_POST, POST, Access, AtRouter, PathFacts, PathTable, PromptFields, Server
 from .sse import OPENAI_STREAM, StreamFormat
@@ -61,6 +61,8 @@ RESPONSES_STREAM = StreamFormat(
     # Numbers of events grow, and a router does not know the last one.
     error_start=b'{"type":"error","sequence_number":2147483647,',
 )
+LLAMA_STREAM = StreamFormat(last_event=b"")
+"""llama-server's streams: the last event of each answer says that it is the last."""
 
 
 def api(
@@ -177,6 +179,15 @@ APIS: tuple[Api, ...] = (
             rid_prefix="chatcmpl-",
             parts=("messages", "tools"),
         ),
+    ),
+    # llama-server's
+    api(
+        generate(
+            "/completion", "llama.completion:completion", "complete a prompt, llama-server's shape", prompts=("prompt",)
+        ),
+        generate("/completions", "llama.completion:completion", "the same as `/completion`", prompts=("prompt",)),
+        error_shape=llama_error,
+        stream_format=LLAMA_STREAM,
     ),
     # Ollama's
     api(

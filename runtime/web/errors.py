@@ -9,8 +9,9 @@ ErrorShape = Callable[[dict[str, Any]], dict[str, Any]]
 """Makes the body of an error answer from the fields that ``error_fields`` returns.
 
 A router passes on the fields of an instance's error only if the body has them in an object ``error``, or beside the
-message ``error``. Otherwise the client learns the status and the instance. If the API has types of its own, pdserve's
-type is there as ``kind``: a router goes by it. A router applies the shape again to the fields that it passes on.
+message ``error``. Otherwise the client learns the status and the instance. If the API has types or codes of its
+own, pdserve's type is there as ``kind``, and its code as ``reason``. A router goes by them. It applies the shape again
+to the fields that it passes on.
 """
 E = TypeVar("E", bound=BaseException)
 
@@ -42,6 +43,15 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 """Anthropic's ``type`` of errors by status. Others are invalid_request_error below 500, and api_error from there on."""
+LLAMA_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "unavailable_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+"""llama-server's ``type`` of errors by status. Others are invalid_request_error below 500, else server_error."""
 
 
 def without_frames(error: E) -> E:
@@ -108,6 +118,23 @@ def anthropic_error(error: dict[str, Any]) -> dict[str, Any]:
     if code == THREAD_UNSUPPORTED:
         fields["details"] = {"error_code": code, "unsupported": ["thread"]}
     return {"type": "error", "error": {"type": named, "message": message, **fields}}
+
+
+def llama_error(error: dict[str, Any]) -> dict[str, Any]:
+    """Make the body of an error in llama-server's shape. ``code`` is the status, and ``reason`` is pdserve's code."""
+    status, reason = error_status(error), error.get("reason", error.get("code"))
+    named = LLAMA_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {
+        "error": {
+            "code": status,
+            "message": error["message"],
+            "type": "exceed_context_size_error" if reason == TOO_LONG else named,
+            "param": error.get("param"),
+            "status": status,
+            "kind": error.get("kind", error.get("type")),
+            "reason": reason if isinstance(reason, str) else None,
+        }
+    }
 
 
 def error_body(status: int, message: str, *, code: str | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Json = dict[str, Any]
 USER = {"role": "user", "content": "x"}
 SCHEMA_FIELDS = (
     *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
-    *("/api/chat", "/api/generate"),
+    *("/api/chat", "/api/generate", "/completion"),
 )
 """Paths that take a JSON schema of the answer."""
 TEMPLATE_NAMES = (
@@ -89,6 +89,7 @@ def with_schema(path: str, schema: Json) -> Json:
         },
         "/api/chat": {"messages": [USER], "format": schema, "options": {"num_predict": 200}},
         "/api/generate": {"prompt": "c", "raw": True, "format": schema, "options": {"num_predict": 200}},
+        "/completion": {"prompt": "c", "n_predict": 200, "json_schema": schema},
     }
     return bodies[path]
 
@@ -221,6 +222,10 @@ def native_bomb(rng: random.Random) -> tuple[str, Json]:
         ("/v1/completions", {"prompt": "a " * 1500, "logprobs": 20, "echo": True, "max_tokens": 1}),
         ("/tokenize", {"prompt": "a b " * 250_000}),
         ("/detokenize", {"tokens": [7] * 130_000}),
+        ("/completion", {"prompt": [5, *["a b"] * rng.choice((4096, 5000))], "n_predict": 1}),
+        ("/completion", {"prompt": [5, "a b " * (1 << 18)], "n_predict": 1}),
+        ("/completion", {"prompt": [[5, "a"]] * 4096, "n_predict": 0, "n_cmpl": 2}),
+        ("/completion", {"prompt": "x", "grammar": "root ::= root root | " + '"a" | ' * 5000 + '"b"', "n_predict": 9}),
         ("/generate", {"input_ids": [[5]] * 4096, "sampling_params": {"max_new_tokens": 1}}),
         ("/generate", {"text": "c", "sampling_params": {"max_new_tokens": 400, **grammar_bomb(rng)}}),
     ]

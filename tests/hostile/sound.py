@@ -32,6 +32,8 @@ LIMITS: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions": ("max_tokens",),
     "/v1/messages": ("max_tokens",),
     "/v1/responses": ("max_output_tokens",),
+    "/completion": ("n_predict",),
+    "/completions": ("n_predict",),
     "/api/generate": ("options", "num_predict"),
     "/api/chat": ("options", "num_predict"),
 }
@@ -203,6 +205,20 @@ def completions(rng: random.Random) -> Json:
     return {"prompt": rng.choice((*WORDS, [5, 6, 7])), "max_tokens": few(rng), "logprobs": 2, "echo": True}
 
 
+def llama(rng: random.Random) -> Json:
+    """Return a body of /completion."""
+    prompts: list[Any] = [*WORDS, [5, 6, 7], [5, "a colour", 6], {"prompt_string": "a"}, ["a", [5, 6], ["b", 7]]]
+    more: list[Json] = [
+        {},
+        {"json_schema": PARAMETERS_SCHEMA},
+        {"grammar": 'root ::= "a" | "b" root'},
+        {"n_cmpl": 2, "stop": ["a"], "logit_bias": [[5, 1.5], [6, False]]},
+        {"cache_prompt": False, "id_slot": 0, "samplers": [], "seed": -1},
+    ]
+    fields = {"n_predict": few(rng), "n_probs": 2, "return_tokens": True, "temperature": 0}
+    return {"prompt": rng.choice(prompts), **fields, **rng.choice(more)}
+
+
 def rendered(rng: random.Random) -> Json:
     """Return a body of /apply-template."""
     more: list[Json] = [{}, {"tools": [function("weather")]}, {"chat_template_kwargs": {"x": [1, {"y": "z"}]}}]
@@ -224,6 +240,8 @@ BODIES: dict[str, Callable[[random.Random], Json]] = {
     "/generate": native,
     "/v1/completions": completions,
     "/v1/chat/completions": chat,
+    "/completion": llama,
+    "/completions": llama,
     "/api/show": lambda rng: {"model": rng.choice((MODEL, f"{MODEL}:latest")), "verbose": True},
     "/api/generate": ollama_generate,
     "/api/chat": ollama_chat,

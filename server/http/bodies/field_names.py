@@ -52,9 +52,9 @@ INDEX = re.compile(r"\[[0-9]+\]")
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "seed": ("sampling_seed",),
     "sampling_seed": ("seed",),
-    "max_tokens": ("max_new_tokens", "max_output_tokens"),
-    "max_new_tokens": ("max_tokens", "max_output_tokens"),
-    "max_completion_tokens": ("max_output_tokens", "max_tokens", "max_new_tokens"),
+    "max_tokens": ("max_new_tokens", "max_output_tokens", "n_predict"),
+    "max_new_tokens": ("max_tokens", "max_output_tokens", "n_predict"),
+    "max_completion_tokens": ("max_output_tokens", "max_tokens", "max_new_tokens", "n_predict"),
     "max_output_tokens": ("max_tokens", "max_new_tokens"),
     "max_length": ("max_new_tokens",),
     "min_tokens": ("min_new_tokens",),
@@ -64,7 +64,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "inputs": ("text",),
     "text": ("prompt",),
     "parameters": ("sampling_params",),
-    "logprobs": ("return_logprob",),
+    "logprobs": ("return_logprob", "n_probs"),
 }
 """Names of other APIs and the fields that they may mean here, if the spelling alone does not suggest them."""
 

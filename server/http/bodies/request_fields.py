@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ....messages.decode import shown
 from ....messages.sampling import (
@@ -39,13 +39,9 @@ def _check_stops(stop: str | list[str]) -> list[str]:
     return strings
 
 
-def _top_p_of(value: Any) -> Any:
-    return LEAST_TOP_P if isinstance(value, int | float) and value == 0 and value is not False else value
-
-
 Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]
 TopP = Annotated[float, Field(gt=0, le=1)]
-TopPFromZero = Annotated[TopP, BeforeValidator(_top_p_of)]
+TopPFromZero = Annotated[float, Field(ge=0, le=1), AfterValidator(lambda top_p: top_p or LEAST_TOP_P)]
 """``top_p`` of APIs in which 0 leaves only the most probable token."""
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), INTEGRAL]
 """-1 and 0: all."""

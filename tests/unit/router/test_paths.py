@@ -110,10 +110,9 @@ def is_error(answer: httpx.Response, status: int) -> bool:
     if answer.request.method == "HEAD":
         return answer.status_code == status
     error = parse_error(answer.content) or {}
-    # An API with types of its own has pdserve's as kind.
-    error = {name: value for name, value in error.items() if name != "kind"} | {
-        "type": error.get("kind", error["type"])
-    }
+    # An API with types and codes of its own has pdserve's as kind and reason.
+    own = {"type": error.get("kind", error["type"]), "code": error.get("reason", error["code"])}
+    error = {name: value for name, value in error.items() if name not in ("kind", "reason")} | own
     kind = "permission_error" if status == 403 else "invalid_request_error"  # as OpenAI
     return (answer.status_code, error["status"], error["type"], error.keys()) == (status, status, kind, ERROR_FIELDS)
 

@@ -8,11 +8,12 @@ import orjson
 import pytest
 from support.router_rig import EVENT, generate, scenario
 
+from pdserve.messages.error_codes import OVERLOADED
 from pdserve.router.dispatcher import raise_first_error
 from pdserve.router.endpoints import ControlEndpoints
 from pdserve.router.errors import InstanceAnsweredError
 from pdserve.router.instance import Instance, Role
-from pdserve.runtime.web.errors import THREAD_UNSUPPORTED, anthropic_error, error_fields
+from pdserve.runtime.web.errors import THREAD_UNSUPPORTED, anthropic_error, error_fields, llama_error
 from pdserve.runtime.web.sse import StreamFormat
 
 ERROR = {
@@ -102,19 +103,22 @@ def test_a_status_that_the_body_lacks_is_added():
     assert other.fields()["message"] == "worker http://w answered with status 500"
 
 
+@pytest.mark.parametrize("shape", [anthropic_error, llama_error])
 @pytest.mark.parametrize(
     "fields",
     [
         error_fields(502, "the peer is gone", "transfer_error"),
+        error_fields(503, "full", code=OVERLOADED),
         error_fields(400, "too many tokens", code="context_length_exceeded", param="messages"),
         error_fields(400, "no threads", code=THREAD_UNSUPPORTED, param="thread"),
     ],
 )
-def test_a_router_goes_by_pdserves_type_in_an_api_with_others(fields):
-    body = anthropic_error(fields)
+def test_a_router_goes_by_pdserves_type_and_code_in_an_api_with_others(fields, shape):
+    body = shape(fields)
     error = InstanceAnsweredError(fields["status"], orjson.dumps(body), "w", ())
     assert (error.kind, error.blames_peer) == (fields["type"], fields["type"] == "transfer_error")
-    assert anthropic_error(error.fields()) == body
+    assert (error.code, error.is_load) == (fields["code"], fields["code"] == OVERLOADED)
+    assert shape(error.fields()) == body
 
 
 def test_headers_that_the_api_promises_are_there_after_an_event_too():

@@ -48,6 +48,13 @@ def legs(path="/generate", **fields):
         ("/v1/messages", {"messages": [], "prompt": ["a", "b"]}, None),
         ("/v1/responses", {"input": "a", "text": ["a", "b"]}, None),
         ("/v1/responses", {"input": [{"role": "user", "content": "a"}], "prompt": ["a"]}, None),
+        ("/completion", {"prompt": ["a", "b"]}, 2),
+        ("/completion", {"prompt": [[1, "a"], [2]]}, 2),
+        # Instances number the rooms of the other lists themselves, and take these two for one prompt.
+        ("/completion", {"prompt": ["a", [1, 2], {"prompt_string": "b"}]}, None),
+        ("/completion", {"prompt": [1, "a", 2]}, None),
+        ("/completion", {"prompt": ["a", 1]}, None),
+        ("/completion", {"prompt": {"prompt_string": "a"}}, None),
         ("/api/generate", {"prompt": ["a", "b"]}, None),
         ("/api/chat", {"messages": [], "prompt": ["a", "b"]}, None),
         ("/generate", {"messages": [{"role": "user", "content": "a"}], "text": ["a", "b"]}, 2),

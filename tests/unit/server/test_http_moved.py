@@ -18,7 +18,7 @@ from pdserve.messages.moves import ReqArrived, ReqMoved
 from pdserve.messages.outputs import FinishType, ReasoningReport, TextBatch
 from pdserve.messages.sampling import SamplingParams
 from pdserve.runtime.answer_keys import AnswerKeys
-from pdserve.runtime.web.apis import OLLAMA_LINES
+from pdserve.runtime.web.apis import LLAMA_STREAM, OLLAMA_LINES
 from pdserve.runtime.web.client import events
 from pdserve.runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET, Ticket
 from pdserve.runtime.web.sse import OPENAI_STREAM, StreamFormat
@@ -526,3 +526,16 @@ def test_lines_of_json_go_on_where_the_answer_does():
     (texts, calls, count) = added[0]
     assert (texts, count) == (["Rome.", "So:\n\n done"], len(OUTPUT))
     assert [call["function"]["arguments"] for call in calls] == [{"city": "Rome"}, {"city": "Bari"}]
+
+
+def test_a_completion_of_llama_servers_goes_on_where_the_answer_does():
+    body = {"prompt": "a", "rid": "x", "stream": True, "n_predict": 900}
+    added = []
+    for stream in moved_streams("/completion", LLAMA_STREAM, body):
+        events = [json.loads(line[6:]) for line in stream.splitlines() if line]
+        assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+        tokens = [token for event in events for token in event["tokens"]]
+        added.append(("".join(event["content"] for event in events), tokens, events[-1]["tokens_predicted"]))
+    assert added == [added[0]] * len(added)
+    assert added[0][0] == OUTPUT
+    assert len(added[0][1]) == added[0][2]

@@ -49,6 +49,7 @@ def grammar(path: str, body: dict[str, Any]) -> Grammar | None:
         (COMPLETIONS, "json_schema", "", ""),
         (GENERATE, "sampling_params.json_schema", '{"json_schema":', "}"),
         ("/api/chat", "format", "", ""),
+        ("/completion", "json_schema", "", ""),
         ("/v1/messages", "output_config.format", '{"format":{"type":"json_schema","schema":', "}}"),
     ],
 )
