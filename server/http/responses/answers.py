@@ -47,7 +47,7 @@ class ReasoningItem(AnswerBody):
     status: ItemStatus
     summary: list[Any]
     content: list[ReasoningText]
-    encrypted_content: str | None
+    encrypted_content: str | None = None
 
 
 class FunctionCall(AnswerBody):

@@ -145,7 +145,8 @@ class OutputItems:
             "status": status,
             "summary": [],
             "content": content,
-            "encrypted_content": seal(content[0]["text"]) if self._seals and content else None,
+            # Open Responses has no null here.
+            **({"encrypted_content": seal(content[0]["text"])} if self._seals and content else {}),
         }
 
     def _id(self, kind: str) -> str:
