@@ -18,7 +18,7 @@ from .machine import limit
 TIME_LIMIT = limit(10.0)
 EVENT = b'data: {"text": "a"}\n\n'
 DONE = b"data: [DONE]\n\n"
-GENERATION_PATHS = ("/generate", "/v1/completions", "/parley/say", "/api/chat")
+GENERATION_PATHS = ("/generate", "/v1/completions", "/completion", "/parley/say", "/api/chat")
 FLOOD_EVENTS = 256
 FLOOD_EVENT = b"data: " + b"x" * (1 << 18) + b"\n\n"
 
