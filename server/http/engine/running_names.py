@@ -14,18 +14,25 @@ from ....runtime.web.keys import Caller
 from .submission import Choice
 
 MAX_ENDED = 256
+MAX_ENDED_CHOICES = 4096
+"""Choices of ended submissions that are kept together, unless the last submission alone has more.
+
+A choice and its name take about 700 bytes, so a limit of submissions alone would let batches fill hundreds of MiB.
+"""
 
 
 @dataclass(slots=True)
 class _Ended:
     """A submission that is over: its names, with the wire ids of its choices.
 
-    ``still_its_own``: those of the wire ids that have not been given to another request.
+    ``still_its_own``: those of the wire ids that have not been given to another request. ``choices``: how many choices
+    it had.
     """
 
     owner: str
     names: dict[str, list[str]]
     still_its_own: set[str]
+    choices: int
 
 
 class RunningNames:
@@ -34,6 +41,7 @@ class RunningNames:
     def __init__(self) -> None:
         self._choices: dict[tuple[str, str], list[Choice]] = {}
         self._ended: deque[_Ended] = deque()
+        self._ended_choices = 0
         self._ended_by_wire_rid: dict[str, _Ended] = {}
 
     def __contains__(self, name: tuple[str, str]) -> bool:
@@ -56,15 +64,23 @@ class RunningNames:
     def remove(self, owner: str, names: Iterable[str]) -> None:
         """Remove the names of a submission that no longer runs.
 
-        ``find_ended`` finds those of the last ``MAX_ENDED`` submissions.
+        ``find_ended`` finds those of the last ``MAX_ENDED`` submissions, or of fewer with ``MAX_ENDED_CHOICES``.
         """
         removed = {name: [choice.wire_rid for choice in self._choices.pop((owner, name))] for name in names}
-        ended = _Ended(owner, removed, {wire_rid for wire_rids in removed.values() for wire_rid in wire_rids})
+        wire_rids = {wire_rid for wire_rids in removed.values() for wire_rid in wire_rids}
+        ended = _Ended(owner, removed, wire_rids, len(wire_rids))
         self._ended.append(ended)
-        self._ended_by_wire_rid.update(dict.fromkeys(ended.still_its_own, ended))
-        if len(self._ended) > MAX_ENDED:
-            for wire_rid in self._ended.popleft().still_its_own:
-                del self._ended_by_wire_rid[wire_rid]
+        self._ended_choices += ended.choices
+        self._ended_by_wire_rid.update(dict.fromkeys(wire_rids, ended))
+        while len(self._ended) > MAX_ENDED or (self._ended_choices > MAX_ENDED_CHOICES and len(self._ended) > 1):
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        """Forget the names of the submission that ended first."""
+        forgotten = self._ended.popleft()
+        self._ended_choices -= forgotten.choices
+        for wire_rid in forgotten.still_its_own:
+            del self._ended_by_wire_rid[wire_rid]
 
     def find(self, caller: Caller, name: str) -> list[Choice]:
         """Return the choices that ``caller`` calls ``name``.
