@@ -139,7 +139,13 @@ def seconds_of(item: pytest.Item) -> float:
 
 
 def in_quarter(item: pytest.Item, quarter: int) -> bool:
-    """Return whether ``--slow-quarter`` runs a slow test. A file that moves to another room stays in its quarter."""
+    """Return whether ``--slow-quarter`` runs a slow test. A file that moves to another room stays in its quarter.
+
+    A test that divides its own cases has the quarter as a parameter.
+    """
+    own = getattr(item, "callspec", None)
+    if own is not None and "quarter" in own.params:
+        return own.params["quarter"] == quarter and seconds_of(item) < CAMPAIGN_SECONDS
     kind = item.path.relative_to(item.config.rootpath).parts[1]
     name = f"tests/{kind}/{item.path.name}::{item.nodeid.partition('::')[2]}"
     return zlib.crc32(name.encode()) % QUARTERS == quarter and seconds_of(item) < CAMPAIGN_SECONDS

@@ -20,13 +20,19 @@ if INTERPRETED:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--one-of-each``, with which ``make test`` runs the slow interpreter."""
+    """Add ``--one-of-each`` and ``--cases-quarter``, with which tests run the slow interpreter."""
     parser.addoption("--one-of-each", metavar="SEED", help="run one case of each test, drawn by this seed")
+    parser.addoption("--cases-quarter", type=int, choices=range(4), help="run every fourth case, from this one on")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the cases of ``--one-of-each``."""
+    """Choose the cases of ``--one-of-each`` or of ``--cases-quarter``."""
+    quarter = config.getoption("--cases-quarter")
+    if quarter is not None:
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % 4 != quarter])
+        items[:] = items[quarter::4]
+        return
     seed = config.getoption("--one-of-each")
     if seed is None:
         return

@@ -99,14 +99,13 @@ STAGED = {
     "mooncake, both": ("mooncake", SMALL, SMALL),
     "mooncake, the prefill": ("mooncake", SMALL, ()),
 }
-QUICK_STAGED = ("tcp, both",)
-"""What ``make test`` runs here. It runs shm in most other files. The unit tests have the libraries between real
-processes, and cuda_ipc over memory of the host in a GPU's part."""
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in QUICK_STAGED else pytest.mark.slow) for case in STAGED]
-)
+# ``make test`` runs tcp and shm in most other files. Unit tests have the libraries between real processes, and cuda_ipc
+# over memory of the host in a GPU's part. They have staged pools: test_kv_staging.py, test_transfer_random.py.
+# test_failures.py has the death of a prefill, by real instances.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STAGED)
 def test_tokens_are_the_same_through_host_memory_that_no_prompt_fits_into(tmp_path, tiny_args, reference, case):
     """The host's memory plays the part of a GPU's memory here."""
     kind, prefill_args, decode_args = STAGED[case]

@@ -24,6 +24,9 @@ def resident(server: Launched) -> int:
     return server.family()["worker"].memory_info().rss
 
 
+# Unit tests have the parts: test_worker_memory_saver.py gives real memory back, scheduler/test_memory_saver.py refuses
+# requests meanwhile, and test_http_admin.py has the answers.
+@pytest.mark.slow
 def test_an_instance_without_its_memory_says_so_and_answers_as_before_with_it(tmp_path) -> None:
     (tmp_path / "model").mkdir()
     args = tiny_args(tmp_path / "model", hidden_size=256, intermediate_size=1024)

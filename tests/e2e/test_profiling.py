@@ -22,7 +22,9 @@ def steps_in(path: str) -> list[str]:
     return [event["name"] for event in events if event.get("name", "").startswith("step ")]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+# Of the unit tests, model_runner/test_profiling.py records real steps, and server/test_http_admin.py has the answers.
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_traces_of_the_next_steps(tmp_path, tiny_args, ranks) -> None:
     folder = tmp_path / "traces"
     args = [*ONE_THREAD] if ranks == 1 else ["--tp-size", "2", "--threads", "2"]

@@ -155,7 +155,7 @@ def test_a_killed_receiver_fails_its_rooms_and_no_others(start):
     assert writer.next().error is None
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_who_is_parted_with_writes_no_more_and_others_do(start, frozen):
     writer, other, owner = start("P"), start("Q"), start("D")
     connect(writer, owner)

@@ -15,7 +15,7 @@ from pdserve.messages.worker import ForwardStep
 from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.waiting import WaitingQueue
 
-HANDOVERS = 16
+HANDOVERS = 12
 """Hand-overs of a short campaign."""
 SEED = 1
 PLAYED = set(list(MIXES)[::2])

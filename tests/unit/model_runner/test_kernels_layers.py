@@ -385,7 +385,9 @@ def compute_exactly(
     model: Model, engine: Engine, places: list[tuple[int, int]], rounding: Rounding = lambda x: x
 ) -> Exact:
     """Compute the tokens at ``places`` in float64, one row each."""
-    longest = {row: 1 + max(p for r, p in places if r == row) for row, _ in places}
+    longest: dict[int, int] = {}
+    for row, position in places:
+        longest[row] = max(longest.get(row, 0), 1 + position)
     by_row = {row: compute_in_float64(model, engine.ids(row, torch.arange(n)), rounding) for row, n in longest.items()}
     return Exact(*(torch.stack([by_row[row][i][position] for row, position in places]) for i in range(2)))
 

@@ -38,8 +38,9 @@ CPU = torch.device("cpu")
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_all_agree_with_the_reference_in_the_interpreter() -> None:
-    interpret(DEVICE_TESTS, sample=False)
+@pytest.mark.parametrize("quarter", range(4))
+def test_all_agree_with_the_reference_in_the_interpreter(quarter: int) -> None:
+    interpret(DEVICE_TESTS, quarter=quarter)
 
 
 def check_resources(requests: list[CompileRequest]) -> list[Compiled]:

@@ -31,19 +31,20 @@ FILES = (
 @pytest.mark.timeout(240)
 def test_a_sample_agrees_with_the_reference_in_the_interpreter() -> None:
     """Attention's kernels too: another process would import all of this once more."""
-    print(interpret(OF_SINGLE_KERNELS, sample=True))
+    print(interpret(OF_SINGLE_KERNELS))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_sample_of_whole_models_agrees_in_the_interpreter() -> None:
-    print(interpret([path for path in DEVICE_TESTS if path not in OF_SINGLE_KERNELS], sample=True))
+    print(interpret([path for path in DEVICE_TESTS if path not in OF_SINGLE_KERNELS]))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_all_agree_with_the_reference_in_the_interpreter() -> None:
-    interpret(OF_OPS, sample=False)
+@pytest.mark.parametrize("quarter", range(4))
+def test_all_agree_with_the_reference_in_the_interpreter(quarter: int) -> None:
+    interpret(OF_OPS, quarter=quarter)
 
 
 def check_resources(requests: list[CompileRequest]) -> None:
