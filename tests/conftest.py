@@ -41,9 +41,10 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 LONGEST = [
-    *("test_failures", "test_token_identity", "test_roles", "test_moves", "test_determinism", "test_abort_storm"),
-    *("test_campaign", "test_strangers", "test_structured_output", "test_examples", "test_tensor_parallel"),
-    *("test_cluster", "test_windows", "test_backends", "test_sessions"),
+    *("test_failures", "test_abort_storm", "test_campaign", "test_strangers", "test_structured_output", "test_moves"),
+    *("test_stale_references", "test_sessions", "test_token_identity", "test_examples", "test_store_faults"),
+    *("test_cluster", "test_conversation", "test_recorded_answers", "test_tensor_parallel", "test_scripted_tools"),
+    *("test_roles", "test_determinism"),
     *("test_triton_ops", "test_world", "test_models_page", "test_campaigns", "test_triton_attention"),
     *("test_library_backends", "test_kernels_experts", "test_kernels_attention", "test_rank_devices"),
     *("test_bench_kernel", "test_kernels_ranks", "test_gpu_check", "test_handover", "test_model_smollm2"),

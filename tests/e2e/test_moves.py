@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from contextlib import ExitStack, contextmanager
+from itertools import product
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ from tests.e2e import test_cluster
 LONG = 600
 """Tokens: a stream that can be met in the middle."""
 PROMPT = [(i * 13 + 11) % 40000 + 100 for i in range(200)]
+WAYS = ("direct", "router")
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 TIMELINE = ["bootstrap", "allocate", "queue", "prefill", "first_byte", "last_byte", "verify", "first_step"]
 
@@ -140,9 +142,14 @@ def test_a_moved_stream_matches_its_grammar_as_one_that_stays(pair):
     pair.assert_all_returned()
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("way", ["direct", "router"])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("path", "way"),
+    # tests/unit/server/test_http_moved.py has the other paths.
+    [
+        (CHAT, "router"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((CHAT, "direct"), *product([COMPLETIONS], WAYS))),
+    ],
+)
 def test_an_openai_stream_moves_as_if_it_had_not(pair, way, path):
     rid = f"openai-{way}-{path[-1]}"
     asked = {"rid": rid, "seed": 3, "max_tokens": LONG, "ignore_eos": True, "stream": True, "temperature": 0.7}

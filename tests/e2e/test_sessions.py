@@ -205,6 +205,8 @@ def computed_anew(tmp_path: Path, name: str, flags: list[str], session: str) -> 
         return found["output_ids"]
 
 
+# test_store_faults.py damages pages in every way.
+@pytest.mark.slow
 def test_with_a_damaged_store_it_is_computed(written, tmp_path, tiny_args, alone):
     pages = list((written.copy / "kv").rglob("*.page"))
     assert pages

@@ -137,7 +137,7 @@ def test_repeated_prompts_are_prefix_hits(unified, prompt_ids, reference, more):
 @pytest.mark.slow
 def test_sixteen_at_once(unified, prompt_ids, reference):
     assert unified.post("/flush_cache", {}).status_code == 200
-    # Twelve at once are in ``test_disaggregated``, and fifteen of a tiny model in test_determinism.py.
+    # test_determinism.py has fifteen at once, of a tiny model.
     # The long prompt goes through chunks beside decodes like the others, for as long as all of them together: FOX does.
     indices = [i for i, prompt in enumerate(PROMPTS) if prompt != LONG]
     assert len(indices) > 16
@@ -189,9 +189,10 @@ def assert_bound(server: Launched) -> None:
 @pytest.mark.parametrize(
     ("backend", "more", "args"),
     # tcp: a prompt of three of the usual chunks; shm: the usual prompts in small ones. Then all of them.
+    # Pairs of the tiny model are fast: test_conversation.py, and test_structured_output.py with small chunks.
     [
         pytest.param("tcp", [LONG], (), id="tcp", marks=pytest.mark.slow),
-        pytest.param("shm", [], CHUNKED, id="shm"),
+        pytest.param("shm", [], CHUNKED, id="shm", marks=pytest.mark.slow),
         pytest.param("tcp", OTHERS, (), id="tcp-all", marks=pytest.mark.slow),
         pytest.param("shm", OTHERS, (), id="shm-all", marks=pytest.mark.slow),
     ],

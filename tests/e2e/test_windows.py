@@ -157,6 +157,8 @@ def assert_the_last_window_is_moved(pair: Pair, expected: list[list[int]]) -> No
     pair.assert_all_returned()
 
 
+# Unit tests move the pages: test_handover_pages.py and test_transfer_groups.py. test_window_models.py computes tokens.
+@pytest.mark.slow
 def test_a_pair_hands_over_the_last_window(pair: Pair, served: tuple[Path, list[list[int]]]) -> None:
     assert_the_last_window_is_moved(pair, served[1])
 
