@@ -39,6 +39,6 @@ class LogprobNames:
         pieces = [decoder.decode([token_id]) for token_id in ids or scored]
         text = "".join([*pieces, decoder.flush()])
         if report.logprobs is None:
-            return PromptText(text, ids, None)
+            return PromptText(text, ids, None, report.readout)
         chars = [len(piece) for piece in pieces[len(pieces) - len(scored) :]]
-        return PromptText(text if ids else "", ids, self.named(report.logprobs, chars))
+        return PromptText(text if ids else "", ids, self.named(report.logprobs, chars), report.readout)

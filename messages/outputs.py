@@ -177,6 +177,8 @@ class PromptReport(msgspec.Struct, array_like=True):
     token_ids: bytes
     """Token ids (int32); empty if not requested."""
     logprobs: list[TokenLogprob] | None
+    readout: bytes = b""
+    """Vector (float32) that was read from the pass over the prompt; empty if not requested."""
 
 
 class PromptText(msgspec.Struct, array_like=True):
@@ -186,6 +188,8 @@ class PromptText(msgspec.Struct, array_like=True):
     """Text of ``token_ids``."""
     token_ids: list[int]
     logprobs: list[NamedLogprob] | None
+    readout: bytes = b""
+    """As in ``PromptReport``."""
 
 
 class DetokenizeInit(msgspec.Struct, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ import msgspec
 from .base import Message
 from .conversation import Conversation
 from .packed_text import Text
+from .readout import NO_READOUT, Readout
 from .sampling import SamplingParams
 
 INT63 = 2**63
@@ -76,6 +77,8 @@ class RequestTerms(Message):
     """Name of the API key that came with the request; "" without one."""
     user: str = ""
     """Name of the user that the API key's owner sent the request for; "" if the request names none."""
+    readout: Readout = NO_READOUT
+    """Vector that the client wants from the pass over the prompt."""
 
     @property
     def terms(self) -> dict[str, Any]:

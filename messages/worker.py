@@ -13,6 +13,7 @@ from .kv_debug import HashPages, PagesHashed
 from .memory import MemoryChanged, MemoryCommand, MemoryUse, PoolTrimmed, TrimPool, Unreleasable
 from .outputs import TokenLogprob
 from .profiling import ProfileCommand, ProfileEvent
+from .readout import ReadoutSpec
 from .sampling import SamplingParams
 from .tiers import TierCommand, TierEvent
 
@@ -65,9 +66,7 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale_dtype: Annotated[str, Meta(max_length=32)] | None = None
     """Type of the scales; None: there are none."""
     window: int = 0
-    """Number of tokens that a layer of the group sees; 0: all of them. Pages before the window are freed
-    (``mem_cache/window_pages.py``).
-    """
+    """Number of tokens that a layer of the group sees; 0: all. See ``mem_cache/window_pages.py``."""
     label_dim: int = 0
     labels: Annotated[str, Meta(max_length=32)] = ""
     """Digest of the channels that labels are copied from: equal digests mean equal channels."""
@@ -277,12 +276,11 @@ class ForwardStep(Message):
     new_rows: list[RowInit] = []
     slot_deltas: list[SlotDelta] = []
     input_logprobs: list[InputLogprobSpec] = []
+    readouts: list[ReadoutSpec] = []
     pushes: list[SendPages] = []
     """Pages to send to peers, of this step or earlier ones. Those of one hand-over are in the order of its steps."""
     window_pages: bytes | UnsetType = UNSET
-    """Pairs of int32: a page, and the page of the windowed group that holds the same tokens from now on (0: none).
-    Left out if nothing has changed.
-    """
+    """Pairs of int32: a page, and the windowed group's page with the same tokens (0: none). UNSET: no changes."""
 
     @property
     def summary(self) -> str:
@@ -301,6 +299,8 @@ class StepResult(Message):
     """Log-probabilities of ``next_tokens``; None for rows that did not ask for them."""
     input_logprobs: list[list[TokenLogprob]] = []
     """One list for each ``ForwardStep.input_logprobs``, in the order of its ``targets``."""
+    readouts: list[bytes] = []
+    """One vector (float32) for each ``ForwardStep.readouts`` with ``is_last`` set, in their order."""
     bad_entries: list[int] = []
     """Entries with logits that were not finite. Their tokens mean nothing, and their requests must fail."""
     compiled_kernels: int = 0

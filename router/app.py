@@ -101,7 +101,11 @@ def make_app(
                 **response_endpoints(generation, keeper, bodies),
                 "health_generate": health_prompt,
             },
-            {AtRouter.GENERATE: generation, AtRouter.ASK_ONE: control.ask_one},
+            {
+                AtRouter.GENERATE: generation,
+                AtRouter.READ_PROMPT: generation,
+                AtRouter.ASK_ONE: control.ask_one,
+            },
         ),
         exception_handlers={
             RouterError: answer_router_error,

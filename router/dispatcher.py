@@ -231,7 +231,8 @@ class Dispatcher:
         except TimeoutError:
             target = None
         if target is None:
-            raise NoInstanceError("no instance can serve at the moment: no healthy prefill-decode pair and no worker")
+            needed = "prefill" if body.is_prompt_alone else "prefill-decode pair"
+            raise NoInstanceError(f"no instance can serve at the moment: no healthy {needed} and no worker")
         return target
 
     async def _serve_by_pair(

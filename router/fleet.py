@@ -137,6 +137,8 @@ class Fleet:
         earlier attempts. They come after others, because the earlier attempt may still be ending there, with the same
         rid.
         """
+        if request.is_prompt_alone:
+            return self._pick_for_prompt(request, failed, tried)
         prefills, decodes, workers = (self.healthy(role) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED))
         fresh_prefills, fresh_decodes, fresh_workers = (
             [i for i in self.in_rotation(role) if i not in failed] for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)
@@ -154,6 +156,17 @@ class Fleet:
         if prefills and decodes:
             return self._pair(fresh_prefills or prefills, fresh_decodes or decodes, request)
         return self._policies[Role.UNIFIED].choose(workers, request) if workers else None
+
+    def _pick_for_prompt(
+        self, request: RequestBody, failed: Collection[Instance], tried: Collection[Instance]
+    ) -> Instance | None:
+        """Choose the prefill or worker that computes a prompt and answers; the arguments are those of ``pick``."""
+        roles = (Role.PREFILL, Role.UNIFIED)
+        fresh = [[i for i in self.in_rotation(role) if i not in failed] for role in roles]
+        fresh = [[i for i in group if i not in tried] or group for group in fresh]
+        groups = fresh if any(fresh) else [self.healthy(role) for role in roles]
+        chosen = [self._policies[group[0].role].choose(group, request) for group in groups if group]
+        return min(chosen, key=_queued, default=None)
 
     def _pair(self, prefills: Sequence[Instance], decodes: Sequence[Instance], request: RequestBody) -> Pair:
         prefill = self._policies[Role.PREFILL].choose(prefills, request)

@@ -27,7 +27,7 @@ RETRIED = (502, 503)
 
 
 class RouterMetrics:
-    """The router's metrics. Only times of requests that generate count."""
+    """The router's metrics. Only times of requests that a model computes count."""
 
     def __init__(self, fleet: Fleet, access_counts: AccessCounts) -> None:
         self.fleet = fleet
@@ -38,9 +38,9 @@ class RouterMetrics:
         self.relayed_bytes = 0
 
     def observe(self, record: AccessRecord, seconds: float) -> None:
-        """Count the times and bytes of a request answered after ``seconds``, if it generated text with status 200."""
-        generates = record.facts.at_router is AtRouter.GENERATE
-        if not generates or record.status != 200:
+        """Count times and bytes of a request that a model computed. It was answered after ``seconds``."""
+        computes = record.facts.at_router in (AtRouter.GENERATE, AtRouter.READ_PROMPT)
+        if not computes or record.status != 200:
             return
         self.relayed_bytes += record.sent_bytes
         self.duration.observe(seconds)

@@ -19,7 +19,7 @@ import orjson
 from ..runtime.cluster_secret import BootstrapSignature
 from ..runtime.web.apis import NATIVE, PATHS
 from ..runtime.web.body import MAX_PROMPTS
-from ..runtime.web.paths import PathFacts
+from ..runtime.web.paths import AtRouter, PathFacts
 from .errors import BadRequestError
 from .instance import Instance
 
@@ -96,6 +96,8 @@ class RequestBody:
     """Id of the request, which becomes part of the rid that is drawn if the client gave none."""
     rid_prefix: str
     """Prefix of the API's ids, which a drawn rid begins with."""
+    is_prompt_alone: bool = False
+    """Whether the instance that computes the prompt answers, so that no decode takes part."""
 
     @classmethod
     def parse(cls, raw: bytes, request_id: str = "", facts: PathFacts = NATIVE) -> RequestBody:
@@ -122,6 +124,7 @@ class RequestBody:
             has_stream_options=fields.stream_options != ABSENT,
             request_id=request_id,
             rid_prefix=facts.rid_prefix,
+            is_prompt_alone=facts.at_router is AtRouter.READ_PROMPT,
         )
 
     def for_pair(self, prefill: Instance, signature: BootstrapSignature | None = None) -> PairBodies:

@@ -19,6 +19,7 @@ from .refusals import (
     refuse_more,
     refuse_peer,
     refuse_prompt,
+    refuse_readout,
     refuse_rid,
 )
 from .req import Req, ReqState, Route
@@ -107,6 +108,8 @@ class Arrivals:
         if (refusal := refuse_prompt(msg.prompt_len, scheduler.memory)) is not None:
             return refusal
         if (refusal := refuse_grammar(msg, scheduler.worker.device)) is not None:
+            return refusal
+        if (refusal := refuse_readout(msg, scheduler.worker.vocab_size)) is not None:
             return refusal
         if (where := msg.bootstrap) is not None and (closed := scheduler.handovers.membership.refusal()) is not None:
             return closed

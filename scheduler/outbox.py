@@ -138,9 +138,10 @@ class Outbox:
             # A router drops what the prefill of a pair answers: the decode reports the same.
             is_dropped = req.msg.bootstrap is not None and req.msg.bootstrap.leg == "prefill"
             # Complete by now: prompt logprobs are there before the first output token.
-            if (req.msg.return_prompt or req.input_logprobs is not None) and not is_dropped:
+            is_wanted = req.msg.return_prompt or req.readout or req.input_logprobs is not None
+            if is_wanted and not is_dropped:
                 ids = req.msg.input_ids if req.msg.return_prompt else b""
-                prompt = PromptReport(ids, req.input_logprobs)
+                prompt = PromptReport(ids, req.input_logprobs, req.readout)
             req.announced = True
         item = ReqTokens(req.rid, req.pending_output, finish, meta, req.pending_logprobs or None, init, prompt)
         req.pending_output = []

@@ -56,6 +56,17 @@ def refuse_grammar(msg: GenerateReq, device: str) -> Refusal | None:
     return Refusal(400, text, BAD_REQUEST, grammar.field)
 
 
+def refuse_readout(msg: GenerateReq, vocab_size: int) -> Refusal | None:
+    """Return a 400 refusal if a label is no token of the model's, or if a hand-over is asked for; None otherwise."""
+    readout = msg.readout
+    if any(label >= vocab_size for label in readout.labels):
+        text = f"label {max(readout.labels)} is not in the model's vocabulary of {vocab_size} tokens"
+        return Refusal(400, text, BAD_REQUEST, "label_token_ids")
+    if readout.kind != "none" and msg.bootstrap is not None:
+        return Refusal(400, "the instance that computes the prompt answers", BAD_REQUEST, "bootstrap_host")
+    return None
+
+
 def most_living(options: SchedulerOptions) -> int:
     """Return how many requests may run and wait at a time."""
     return options.max_queued_requests + options.max_running_requests

@@ -159,6 +159,8 @@ class Req:
     """Logprobs of all output tokens, if they are wanted. A migrated request takes them along."""
     input_logprobs: list[TokenLogprob] | None = None
     """Logprobs of the prompt, if they are wanted. Forks share the list of the request that they fork."""
+    readout: bytes = b""
+    """Vector (float32) read from the pass over the prompt, once that is known."""
     scored: int = 0
     """First prompt position with a logprob that no pass has been asked for yet; see ``to_score``."""
     timing: Timing = field(default_factory=Timing)
@@ -320,8 +322,10 @@ class Req:
     def longest_reusable_prefix(self) -> int:
         """Tokens that may come from the cache.
 
-        One must be computed to sample, and a scored position needs its logits.
+        One must be computed to sample, and a scored position needs its logits. A readout may need all of them.
         """
+        if self.msg.readout.needs_every_token:
+            return 0
         limit, first = self.total_len - 1, self.to_score
         return min(limit, first - 1) if first < self.prompt_len else limit
 

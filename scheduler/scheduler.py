@@ -274,6 +274,8 @@ class Scheduler:
         for req, scores in zip(step.input_logprobs, result.input_logprobs, strict=True):
             if req.input_logprobs is not None:
                 req.input_logprobs += scores
+        for req, vector in zip(step.readouts, result.readouts, strict=True):
+            req.readout = vector
         bad = set(result.bad_entries)
         if bad:
             self._fail_bad(step.entries[i] for i in bad)

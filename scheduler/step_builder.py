@@ -12,6 +12,7 @@ from ..messages.worker import ForwardStep, InputLogprobSpec, RowInit, SlotDelta
 from .estimates.cost_model import StepShape
 from .itl_budget import Promise
 from .kv_memory import KVMemory
+from .readouts import PlannedReadouts
 from .req import Req, hold_of
 
 
@@ -38,6 +39,7 @@ class InFlightStep:
     entries: list[Req]
     sampled: list[int]
     input_logprobs: list[Req]
+    readouts: list[Req]
     sent_at: float
     step_estimate: StepEstimate
     recomputed: int = 0
@@ -91,6 +93,7 @@ class StepBuilder:
         self._slots: list[I32] = []
         self._input_logprobs: list[InputLogprobSpec] = []
         self._scored: list[Req] = []
+        self._readouts = PlannedReadouts()
         self._recomputed = 0
 
     def __len__(self) -> int:
@@ -126,6 +129,7 @@ class StepBuilder:
         """
         start, end = req.computed, req.computed + length
         self._score_prompt(req, start, end)
+        self._readouts.add(req, len(self.entries), end)
         self._rows.append(hold_of(req).row)
         self._starts.append(start)
         self._q_lens.append(length)
@@ -179,9 +183,11 @@ class StepBuilder:
             new_rows=rows[0],
             slot_deltas=rows[1],
             input_logprobs=self._input_logprobs,
+            readouts=self._readouts.specs,
         )
+        scored, readouts = self._scored, self._readouts.complete
         in_flight = InFlightStep(
-            step_id, self.entries, self._sampled, self._scored, now, step_estimate, self._recomputed
+            step_id, self.entries, self._sampled, scored, readouts, now, step_estimate, self._recomputed
         )
         return step, in_flight
 

@@ -66,6 +66,14 @@ class ApiOptions:
             "by the chat template. none: reasoning is part of the text."
         ),
     )
+    pooling: Literal["auto", "mean", "last"] = opt(
+        default="auto",
+        help=(
+            "How embeddings are made of the prompt's hidden states: their mean, or the last token's. auto: as the "
+            "model's modules.json and its Pooling module say, else last. mean computes every prompt token; last uses "
+            "the prefix cache."
+        ),
+    )
     metrics_aliases: Literal["none", "vllm", "sglang"] = opt(
         default="none",
         help="Additional metric names on /metrics, as the dashboards of vllm or sglang expect them.",

@@ -191,6 +191,8 @@ class RequestTokenizer:
                 f"prompt and output share; shorten the prompt",
                 TOO_LONG,
             )
+        for label in req.readout.labels:
+            self._check_id("label_token_ids", label)
         self._check_id(field, min(token_ids))
         self._check_id(field, max(token_ids))
         eos_ids = () if req.sampling.ignore_eos else self._eos_ids

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.layers_done import NOT_COUNTED, PassProgress
+from ..readouts.tensor_hidden import READS_NOTHING, ReadsHidden, host_reader
 from .host_batch import HostBatch
 
 
@@ -63,6 +64,8 @@ class ForwardBatch:
     Each entry is then of one token, and the tensors are the same each time. What ``plan`` leaves for ``forward`` must
     be at the same addresses for each pass of as many entries.
     """
+    hidden: ReadsHidden = READS_NOTHING
+    """Reader of the hidden states that are wanted besides logits."""
 
     @property
     def num_tokens(self) -> int:
@@ -107,4 +110,5 @@ def tensor_batch(batch: HostBatch) -> ForwardBatch:
         window_pages=None if batch.window_pages is None else put(batch.window_pages),
         begun_at=None if batch.begun_at is None else put(batch.begun_at),
         host_rows=batch.rows,
+        hidden=host_reader(batch.hidden),
     )

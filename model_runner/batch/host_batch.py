@@ -6,13 +6,14 @@ pages, page 0 included.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from ...messages.base import I32
 from ...runtime.layers_done import NOT_COUNTED, PassProgress
+from ..readouts.hidden import HostHidden, no_hidden
 
 I64 = npt.NDArray[np.int64]
 
@@ -45,3 +46,5 @@ class HostBatch:
     """Tokens that lie in pages which the pass begins and does not fill, one of each; None: not worked out."""
     window_pages: I32 | None = None
     """[P]; None where no layers have a pool of their own."""
+    hidden: HostHidden = field(default_factory=no_hidden)
+    """Hidden states that are wanted besides logits; the engine sets them."""

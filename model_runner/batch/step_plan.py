@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ...messages.base import I32, unpack_i32
 from ...messages.worker import ForwardStep
+from ..readouts.hidden import hidden_tokens
 
 I64 = npt.NDArray[np.int64]
 
@@ -46,11 +47,13 @@ class StepPlan(NamedTuple):
     """[S]: entries that sample."""
     begun_at: I64
     """Tokens that lie in pages which the step begins and does not fill, one of each page."""
+    hidden_tokens: I64
+    """[H]: tokens with wanted hidden states, those of one ``ReadoutSpec`` after another."""
 
     @property
     def is_decode(self) -> bool:
-        """Whether every entry computes one token, so that a decode graph can compute the step."""
-        return len(self.input_ids) == len(self.rows)
+        """Whether a decode graph can compute the step: every entry computes one token, and only logits are wanted."""
+        return len(self.input_ids) == len(self.rows) and not len(self.hidden_tokens)
 
     @property
     def sampled_rows(self) -> I64:
@@ -92,6 +95,7 @@ def plan_step(step: ForwardStep, page_size: int) -> StepPlan:
         logit_indices=np.concatenate(wanted),
         sampled=sampled,
         begun_at=begun_tokens(starts, q_lens, page_size),
+        hidden_tokens=hidden_tokens(step.readouts, ends, q_lens),
     )
 
 

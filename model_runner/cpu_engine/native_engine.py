@@ -27,6 +27,7 @@ from .ranks import NativeRanks
 from .rope_tables import RopeTables
 from .structs import ForwardArgs, WeightPart
 from .team import Team
+from .wanted_tokens import places_of, wanted_tokens
 from .weight_packer import LinearKind, LinearPlace
 
 
@@ -94,7 +95,7 @@ class NativeEngine:
         """
         self._library = load_library()
         self._ranks, self._pools = ranks, pools  # the library keeps their addresses
-        self._vocab_size = spec.vocab_size
+        self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
         self.ropes, self.team = ropes, team
         self.num_slots = pools[0].num_pages * pools[0].layout.page_size
         """Slots of the pool that the request table leads to, page 0 included."""
@@ -123,6 +124,7 @@ class NativeEngine:
     def forward(self, batch: HostBatch) -> npt.NDArray[np.float32]:
         """Compute a whole pass: write its KV to the pool, and return the logits at ``batch.logit_indices``, [L, V].
 
+        Also set the states of ``batch.hidden``.
         Raises ``IndexError`` for a token outside the vocabulary and for an index outside the pool or the request table.
         Raises ``MemoryError`` for too long a pass.
         """
@@ -133,29 +135,37 @@ class NativeEngine:
         _check_range("positions", positions, columns)
         _check_range("rows", batch.rows, rows)
         _check_range("logit indices", batch.logit_indices, len(ids))
+        _check_range("tokens with wanted states", batch.hidden.tokens, len(ids))
         self.check_size(len(ids))
         self.ropes.check(int(positions.max()) + 1)
         entries = pass_entries(batch.rows, batch.starts, batch.q_lens)
-        wanted, table = len(batch.logit_indices), batch.req_to_token
-        logits = np.empty((wanted, self._vocab_size), dtype=np.float32)
+        scored, table = len(batch.logit_indices), batch.req_to_token
+        wanted = wanted_tokens(batch)
+        logits = np.empty((scored, self._vocab_size), dtype=np.float32)
+        # [wanted, N], or nothing if no states are wanted.
+        states = np.empty((len(wanted) if len(batch.hidden.tokens) else 0, self._hidden_size), dtype=np.float32)
         args = ForwardArgs(
             len(ids),
             len(entries),
-            wanted,
+            len(wanted),
+            scored,
             ids.ctypes.data,
             batch.positions.ctypes.data,
             batch.out_cache_loc.ctypes.data,
-            batch.logit_indices.ctypes.data,
+            wanted.ctypes.data,
             entries.ctypes.data,
             table.ctypes.data,
             table.strides[0] // table.itemsize,
             None if batch.window_pages is None else batch.window_pages.ctypes.data,
             self.ropes.tables,
             logits.ctypes.data,
+            states.ctypes.data if len(states) else None,
             batch.done.address,
         )
         if self._library.pds_engine_forward(self.handle, args) != 0:
             raise MemoryError(f"no memory for a pass of {len(ids)} tokens")
+        if len(states):
+            batch.hidden.states = states[places_of(batch.hidden.tokens, wanted)]
         return logits
 
     def check_size(self, tokens: int) -> None:

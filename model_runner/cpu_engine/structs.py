@@ -124,13 +124,14 @@ class ForwardArgs(ctypes.Structure):
     """``ForwardArgs`` of engine.h."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("tokens", "entries", "wanted")),
-        *((name, c_void_p) for name in ("input_ids", "positions", "out_cache_loc", "logit_indices", "entry")),
+        *((name, c_int64) for name in ("tokens", "entries", "wanted", "scored")),
+        *((name, c_void_p) for name in ("input_ids", "positions", "out_cache_loc", "wanted_tokens", "entry")),
         ("req_to_token", c_void_p),
         ("table_stride", c_int64),
         ("window_pages", c_void_p),
         ("ropes", POINTER(RopeTable)),
         ("logits", c_void_p),
+        ("states", c_void_p),
         ("layers_done", c_void_p),
     )
 

@@ -91,11 +91,11 @@ class ScriptedEngine(Engine):
     attention_backend = "script"
     step_weight_bytes = 1
 
-    def __init__(self, pools: Pools, script: Script, vocab_size: int, team: Team) -> None:
+    def __init__(self, pools: Pools, script: Script, vocab_size: int, hidden_size: int, team: Team) -> None:
         super().__init__(pools, clears_begun_pages=False)
         self.sampler = NativeSampler(team)
         self._script = script
-        self._vocab_size = vocab_size
+        self._vocab_size, self._hidden_size = vocab_size, hidden_size
         pool = pools.blocks[0]
         page_size = pool.layout.page_size
         keys = pool.data[:, 0, : page_size * pool.head_bytes].reshape(-1, page_size, pool.head_bytes)
@@ -105,8 +105,11 @@ class ScriptedEngine(Engine):
     def host_logits(self, batch: HostBatch) -> F32:
         """Store the token ids in the pool as KV, and return logits in which the script's next token is the likeliest.
 
-        It has ``SCRIPTED_LOGIT``, and all others have 0. Logits within a prompt are all 0.
+        It has ``SCRIPTED_LOGIT``, and all others have 0. Logits within a prompt are all 0. A token's hidden state is a
+        wave whose frequency is its id.
         """
+        waves = np.outer(batch.input_ids[batch.hidden.tokens] + 1, np.arange(1, self._hidden_size + 1))
+        batch.hidden.states = np.cos(waves).astype(np.float32)
         size = self._ids.shape[1]
         self._ids[batch.out_cache_loc // size, batch.out_cache_loc % size] = batch.input_ids
         logits = np.zeros((len(batch.logit_indices), self._vocab_size), np.float32)
@@ -141,6 +144,6 @@ def load_scripted(setup: Setup, native: Native) -> Loaded:
     maker = native.make_pool_maker(setup, "blocks")
     pools, _ = maker.make(0)
     team = Team(1, None, setup.threads.spin_us)
-    engine = ScriptedEngine(pools, Script(entries, tokenizer), spec.vocab_size, team)
+    engine = ScriptedEngine(pools, Script(entries, tokenizer), spec.vocab_size, spec.hidden_size, team)
     digest = xxhash.xxh3_64(msgspec.json.encode(entries)).hexdigest()
     return Loaded(pools, engine, "none", None, digest, weight_bytes=0)

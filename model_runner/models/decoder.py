@@ -203,6 +203,7 @@ class Decoder:
             rotation = None if index is None else rotations[index]
             normed_TN = forward(x_TN, normed_TN, rotation, attention, ops, following)
             batch.done.launched(i + 1)
+        batch.hidden.read(lambda tokens: ops.norm(self.norm, x_TN.index_select(0, tokens)))
         x_LN = ops.norm(self.norm, x_TN.index_select(0, batch.logit_indices))
         logits = self.ranks.join(linear(x_LN, self.lm_head, None)).to(self.logits_dtype)
         if self.spec.logit_scale != 1.0:

@@ -25,6 +25,8 @@ from ..batch.step_plan import StepPlan
 from ..device.base import Device, HostCopy
 from ..kv.pools import Pools
 from ..ops.choose import choose_ops
+from ..readouts.reader import ReadoutMaker
+from ..readouts.tensor_hidden import READS_NOTHING, TensorHidden
 from ..sampling.device.base import SampledRows, device_rows
 from ..sampling.device.choose import choose_sampler
 from ..sampling.row_params import I64, RowParams
@@ -101,6 +103,9 @@ class DeviceExecutor:
         self.graphs = DecodeGraphs(device, self._engine, self._engine.graph_sizes)
         # Graphs read it at every replay, so it is made once and stays.
         self._all_entries = torch.arange(max(self._engine.graph_sizes, default=0), device=device.torch)
+        self._readouts = ReadoutMaker(torch.float64, self._score_labels)
+        self._hidden = TensorHidden(self._all_entries[:0])
+        """Hidden states of the pass that was computed last, if that pass was asked for any."""
         self.sampler = choose_sampler(device, self.rows, self._engine.logits_dtype)
 
     @contextmanager
@@ -161,6 +166,9 @@ class DeviceExecutor:
     def _forward(self, plan: StepPlan, done: PassProgress) -> Tensor:
         there = self._loaded
         done.mark_by(self._device.mark)
+        hidden = READS_NOTHING
+        if len(plan.hidden_tokens):
+            hidden = self._hidden = TensorHidden(self._device.upload(plan.hidden_tokens))
         batch = ForwardBatch(
             input_ids=there.input_ids,
             positions=there.positions,
@@ -175,6 +183,7 @@ class DeviceExecutor:
             window_pages=self.window_pages,
             begun_at=there.begun_at,
             host_rows=plan.rows,
+            hidden=hidden,
         )
         self._engine.prepare(batch)
         return self._engine.compute(batch)
@@ -220,6 +229,17 @@ class DeviceExecutor:
         Each comes with the ``most`` likeliest alternatives at its position. The scores stay on the device.
         """
         return self.sampler.score(logits_NV, self._device.upload(targets_N), most)
+
+    def read_out(self, step: ForwardStep, plan: StepPlan, logits_LV: Tensor) -> list[Tensor]:
+        """Queue the work of the step's readouts, and return the vectors of those that are complete with it.
+
+        The vectors and all sums stay on the device.
+        """
+        return self._readouts.make(step.readouts, plan, self._hidden.states, logits_LV)
+
+    def _score_labels(self, logits_LV: Tensor, row: int, labels: I64) -> Tensor:
+        logits_V = logits_LV[row].float()
+        return logits_V.index_select(0, self._device.upload(labels)) - logits_V.logsumexp(0)
 
     def fetch(self, arrays: Sequence[Tensor]) -> HostCopy:
         """Start copies of ``arrays`` to the host, behind the work queued so far, and return without waiting.

@@ -163,6 +163,13 @@ class StepExecutor(Protocol):
         """
         ...
 
+    def read_out(self, step: ForwardStep, plan: StepPlan, logits_LV: Any) -> list[Any]:
+        """Return the vectors of the step's readouts that are complete with it, in their order.
+
+        Call this after ``compute``. Sums of the others are kept.
+        """
+        ...
+
     def fetch(self, arrays: Sequence[Any]) -> HostCopy:
         """Start copies of the result arrays to the host and return them as pending, without waiting."""
         ...

@@ -18,11 +18,13 @@ from ...messages.worker import ForwardStep, RowInit
 from ...runtime.layers_done import PassProgress
 from ..batch.host_batch import HostBatch
 from ..batch.step_plan import StepPlan
+from ..readouts.hidden import HostHidden, no_hidden
+from ..readouts.reader import ReadoutMaker
 from ..sampling.choose_tokens import choose_tokens
 from ..sampling.logprobs import score
 from ..sampling.row_params import F32, I64, RowParams
 from ..sampling.rows import RowStates, host_rows
-from ..sampling.sampled import HostArray, Sampled, Scored
+from ..sampling.sampled import F64, HostArray, Sampled, Scored
 from .common_steps import ALL_GENERAL, Chosen, CommonSteps, RequestTables
 from .executor import Model
 
@@ -53,6 +55,9 @@ class HostExecutor:
         """[P] int32: page of the windowed layers' pool for each page; None if no layer has a window."""
         self.common: CommonSteps = ALL_GENERAL
         """Computes common steps, with the weights that the engine has."""
+        self._readouts = ReadoutMaker(np.float64, self._score_labels)
+        self._hidden = no_hidden()
+        """Hidden states of the pass that was computed last."""
 
     def launching(self) -> AbstractContextManager[object]:
         """Return a context that does nothing: there is no device to wait for."""
@@ -103,6 +108,7 @@ class HostExecutor:
 
         ``done`` counts the computed layers. ``size`` is ignored: the host has no graphs.
         """
+        self._hidden = HostHidden(plan.hidden_tokens)
         return self._engine.host_logits(
             HostBatch(
                 input_ids=plan.input_ids,
@@ -117,6 +123,7 @@ class HostExecutor:
                 done=done,
                 prompt_lens=self.rows.table["prompt_len"][plan.rows],
                 window_pages=self.window_pages,
+                hidden=self._hidden,
             )
         )
 
@@ -147,6 +154,13 @@ class HostExecutor:
         Each comes with the ``most`` likeliest alternatives at its position.
         """
         return score(logits_NV, np.arange(len(targets_N)), targets_N, most, self._engine.sampler)
+
+    def read_out(self, step: ForwardStep, plan: StepPlan, logits_LV: F32) -> list[HostArray]:
+        """Return the vectors of the step's readouts that are complete with it, in their order."""
+        return self._readouts.make(step.readouts, plan, self._hidden.states, logits_LV)
+
+    def _score_labels(self, logits_LV: F32, row: int, labels: I64) -> F64:
+        return logits_LV[row, labels] - self._engine.sampler.log_sums(logits_LV, np.array([row]))[0]
 
     def fetch(self, arrays: Sequence[HostArray]) -> _There:
         """Return the arrays as a finished copy: they are on the host already."""

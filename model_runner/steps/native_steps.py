@@ -62,7 +62,7 @@ class NativeSteps:
         entries, tokens = len(step.rows) // 4, len(step.input_ids) // 4
         per_entry = (step.rows, step.starts, step.q_lens, step.use_last, step.sample)
         per_token = (step.input_ids, step.out_cache_loc)
-        if step.input_logprobs or not 0 < entries <= len(self._tokens):
+        if step.input_logprobs or step.readouts or not 0 < entries <= len(self._tokens):
             return None
         if any(len(a) != 4 * entries for a in per_entry) or any(len(a) != 4 * tokens for a in per_token):
             return None

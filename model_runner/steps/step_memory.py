@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ...messages.base import pack_i32
+from ...messages.readout import ReadoutSpec
 from ...messages.requests import MAX_TOP_LOGPROBS
 from ...messages.sampling import SamplingParams
 from ...messages.worker import ForwardStep, InputLogprobSpec, RowInit
@@ -150,6 +151,7 @@ def _step(entries: list[_Entry]) -> ForwardStep:
             for i, entry in enumerate(entries)
             if entry.scored
         ],
+        readouts=[ReadoutSpec(i, "mean", True) for i, entry in enumerate(entries) if entry.scored],
     )
 
 

@@ -31,6 +31,7 @@ from ...messages.worker import ForwardStep, StepResult
 from ...runtime.layers_done import NOT_COUNTED, PassProgress
 from ..batch.step_plan import StepPlan, plan_step, sampled_entries
 from ..device.base import HostCopy
+from ..readouts.reader import bad_entries, packed
 from ..sampling.logprobs import listed
 from ..sampling.row_params import NO_LOGPROBS, RowParams
 from ..sampling.sampled import HostArray, Sampled, Scored
@@ -61,7 +62,9 @@ class PendingStep:
     """When it was launched (``time.perf_counter()``)."""
     plan: StepPlan
     fetched: HostCopy
-    """Its tokens ([S] int64), whether their logits were finite ([S] bool), and the arrays of each of ``listings``."""
+    """Its tokens ([S] int64), whether their logits were finite ([S] bool), the arrays of each of ``listings``, and
+    vectors of readouts.
+    """
     listings: list[_Listing]
     arrays: list[HostArray] = field(default_factory=list)
     """What was fetched, once it was waited for."""
@@ -160,12 +163,15 @@ class StepRunner:
         forward_ms, self._ended_at = (end - max(launched.begin, self._ended_at)) * 1e3, end
         bad = set(launched.plan.sampled[~finite].tolist())
         logprobs, input_logprobs = _logprobs(launched.listings, scores, len(tokens), bad)
+        vectors = scores[len(launched.listings) * len(Scored._fields) :]
+        bad |= bad_entries(launched.step.readouts, vectors)
         return StepResult(
             step_id=launched.step.step_id,
             next_tokens=pack_i32(tokens),
             forward_ms=forward_ms,
             logprobs=logprobs,
             input_logprobs=input_logprobs,
+            readouts=[packed(vector) for vector in vectors],
             bad_entries=sorted(bad),
         )
 
@@ -175,7 +181,8 @@ class StepRunner:
         params = self.executor.rows.params(plan.sampled_rows)
         chosen = self._choose(logits_LV, plan, params)
         listings = self._listings(step, logits_LV, params, chosen.tokens)
-        return PendingStep(step, begin, plan, self._fetch(chosen, listings), listings)
+        vectors = self.executor.read_out(step, plan, logits_LV)
+        return PendingStep(step, begin, plan, self._fetch(chosen, listings, vectors), listings)
 
     def _prepare(self, step: ForwardStep) -> tuple[StepPlan, int | None]:
         plan = plan_step(step, self._page_size)
@@ -207,8 +214,8 @@ class StepRunner:
             begin += len(targets)
         return listings
 
-    def _fetch(self, chosen: Sampled[Any], listings: Sequence[_Listing]) -> HostCopy:
-        return self.executor.fetch([*chosen, *(array for listing in listings for array in listing.scored)])
+    def _fetch(self, chosen: Sampled[Any], listings: Sequence[_Listing], vectors: Sequence[Any]) -> HostCopy:
+        return self.executor.fetch([*chosen, *(array for listing in listings for array in listing.scored), *vectors])
 
     def _wait(self, pending: PendingStep) -> list[HostArray]:
         """Wait for the step's copies to the host and return them. The step is no longer open then."""

@@ -123,6 +123,20 @@ def generate(
     return facts._replace(prompt_fields=PromptFields(prompts, parts))
 
 
+def read_prompt(
+    path: str,
+    endpoint: str,
+    does: str,
+    *,
+    rid_prefix: str = "",
+    prompts: tuple[str, ...] = (),
+    parts: tuple[str, ...] = (),
+) -> PathFacts:
+    """Declare a path that answers with what the pass over a prompt gives. The arguments are those of ``generate``."""
+    facts = post(path, endpoint, does, AtRouter.READ_PROMPT, rid_prefix=rid_prefix)
+    return facts._replace(prompt_fields=PromptFields(prompts, parts))
+
+
 def delete(path: str, endpoint: str, does: str, at_router: AtRouter, access: Access = USER) -> PathFacts:
     """Declare a path that is served for DELETE. The arguments are fields of ``PathFacts``."""
     return PathFacts(path, DELETE, endpoint, does, at_router, access)
@@ -249,6 +263,43 @@ APIS: tuple[Api, ...] = (
         ),
         delete("/v1/responses/{id:path}", "responses.kept:delete_response", "drop a response that is kept", OWN),
         stream_format=RESPONSES_STREAM,
+    ),
+    # Embeddings and scores
+    api(
+        read_prompt(
+            "/v1/embeddings",
+            "readouts.embeddings:embeddings",
+            "embed texts, OpenAI's shape",
+            rid_prefix="embd-",
+            prompts=("input",),
+        ),
+        read_prompt(
+            "/v1/score",
+            "readouts.score:score",
+            "probabilities of labels, or scores of pairs of texts",
+            rid_prefix="score-",
+            prompts=("items", "text_2"),
+            parts=("query", "text_1"),
+        ),
+        read_prompt(
+            "/v1/rerank",
+            "readouts.rerank:rerank",
+            "order documents by relevance, Jina's and Cohere's shape",
+            rid_prefix="rerank-",
+            prompts=("documents",),
+            parts=("query",),
+        ),
+    ),
+    # Ollama's embeddings
+    api(
+        read_prompt("/api/embed", "readouts.ollama:embed", "embed texts, Ollama's shape", prompts=("input",)),
+        read_prompt(
+            "/api/embeddings",
+            "readouts.ollama:old_embeddings",
+            "embed one text, Ollama's older shape",
+            prompts=("prompt",),
+        ),
+        error_shape=message_error,
     ),
     # Text and tokens
     api(

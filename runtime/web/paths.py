@@ -39,6 +39,8 @@ class AtRouter(Enum):
     """Answer 404: only instances have the path."""
     GENERATE = auto()
     """Send the request to a pair or a worker, and pass the answer on while it comes."""
+    READ_PROMPT = auto()
+    """Send the request to a prefill or a worker, which computes the prompt and answers. Nothing is handed over."""
     ASK_ONE = auto()
     """Pass on the answer of the first healthy instance."""
     OWN = auto()
@@ -94,7 +96,7 @@ class PathFacts(NamedTuple):
     id_headers: tuple[bytes, ...] = ()
     """Headers of an answer, beside ``x-request-id``, that have the request's id."""
     prompt_fields: PromptFields = PromptFields()
-    """Prompts in the bodies of a path that a router generates for."""
+    """Prompts in the bodies of a path that a router chooses instances for."""
 
     @property
     def only_reads(self) -> bool:

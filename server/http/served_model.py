@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...messages.decode import shown
+from ...messages.readout import Pooling
 from ...model_files.model_path import resolve_model
+from ...model_files.pooling import read_pooling
 from ...model_files.sampling_defaults import NO_DEFAULTS, SamplingDefaults, read_sampling_defaults
 from ...model_files.text.template_source import read_chat_template
 from ..options import ServerOptions
@@ -30,6 +32,8 @@ class ServedModel:
     defaults: SamplingDefaults = NO_DEFAULTS
     formats: OutputFormats = PLAIN_TEXT
     template: str = ""
+    pooling: Pooling = "last"
+    """How embeddings are made of hidden states."""
 
     @staticmethod
     def read(options: ServerOptions) -> ServedModel:
@@ -47,7 +51,8 @@ class ServedModel:
         template = None if calls == thoughts == NONE else read_chat_template(options)
         formats = choose_formats(calls, thoughts, None if template is None else template.with_tools)
         text = "" if template is None else template.default
-        return ServedModel(options.model_names, options.model_path, defaults, formats, text)
+        pooling = options.pooling if options.pooling != "auto" else pooling_of(options)
+        return ServedModel(options.model_names, options.model_path, defaults, formats, text, pooling)
 
     @property
     def name(self) -> str:
@@ -60,6 +65,11 @@ class ServedModel:
         A name may have the tag ``LATEST``.
         """
         return not asked or not {asked, asked.removesuffix(LATEST)}.isdisjoint((ALWAYS, self.path, *self.names))
+
+
+def pooling_of(options: ServerOptions) -> Pooling:
+    """Return the pooling that the model's files ask for. Raises ``ModelError``."""
+    return read_pooling(resolve_model(options.model_path, revision=options.revision, weights=False))
 
 
 def check_model(asked: str | None, model: ServedModel) -> None:

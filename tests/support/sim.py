@@ -20,6 +20,7 @@ from pdserve.messages.base import Message, pack_i32, unpack_i32
 from pdserve.messages.channel import FrameTooLarge, encode
 from pdserve.messages.kv_debug import HashPages, PagesHashed
 from pdserve.messages.outputs import ReqError, ReqTokens, TokenBatch, TokenLogprob
+from pdserve.messages.readout import NO_READOUT
 from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions, StopReq
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, KVLayout, SlotDelta, StepResult, WorkerReady
@@ -126,6 +127,7 @@ def make_generate(
     return_prompt=False,
     place=0,
     fork_of="",
+    readout=NO_READOUT,
     **sampling,
 ) -> GenerateReq:
     """Make a request as the tokenizer sends it. It streams, so with the default interval each token is sent at once."""
@@ -141,6 +143,7 @@ def make_generate(
         return_prompt=return_prompt,
         place=place,
         fork_of=fork_of,
+        readout=readout,
     )
 
 
@@ -253,7 +256,8 @@ class SimWorker:
                 logprobs.append(logprob_of(sampled[-1]) if self.wants_logprobs[int(row)] else None)
         assert at == len(slots) == len(ids)
         scored = [[logprob_of(t) for t in unpack_i32(spec.targets).tolist()] for spec in step.input_logprobs]
-        return StepResult(step.step_id, pack_i32(sampled), 0.1, logprobs if any(logprobs) else None, scored)
+        vectors = [np.float32([rows[spec.entry], 0.5]).tobytes() for spec in step.readouts if spec.is_last]
+        return StepResult(step.step_id, pack_i32(sampled), 0.1, logprobs if any(logprobs) else None, scored, vectors)
 
     def _look_behind(self, row: int, start: int, slots: np.ndarray) -> None:
         """Write an entry's tokens in the windowed layer, then let each look at those that it sees: all at once, as a

@@ -78,7 +78,7 @@ class Engine final : public EngineBase {
       layers.finish_layer(layer, rows);
     }
     layers.fill_attention(last, rows);
-    // Of the last layer's results only those that become logits are ever read; of the others, their keys and values.
+    // Of the last layer's results only the wanted tokens' are ever read; of the others, their keys and values.
     if (args.wanted == 0) {
       layers.end_without_logits();
       return layers.exchanges();
@@ -106,12 +106,12 @@ class Engine final : public EngineBase {
     }
   }
 
-  // The wanted tokens' residuals and attention, side by side in the order of the logits.
+  // The wanted tokens' residuals and attention, side by side in the order of the results.
   void gather_wanted(const ForwardArgs& args, Range wanted) {
     Activations<T>& a = state_.activations;
     const Strides& strides = state_.strides;
     for (int64_t i = wanted.begin; i < wanted.end; ++i) {
-      const int64_t t = args.logit_indices[i];
+      const int64_t t = args.wanted_tokens[i];
       std::copy_n(a.x + t * strides.x, strides.x, a.wanted_x + i * strides.x);
       std::copy_n(a.att + t * strides.att, strides.att, a.wanted_att + i * strides.att);
     }

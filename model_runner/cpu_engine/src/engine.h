@@ -12,7 +12,7 @@
 // Both compute every element in the same order, so that they agree to the last bit.
 // A layer with experts is divided by what its tokens have chosen, in passes of either kind: experts_pass.h.
 //
-// Shapes: T tokens, L wanted rows of logits, N hidden size, H query heads, K KV heads, D head_dim, V vocabulary.
+// Shapes: T tokens, N hidden size, H query heads, K KV heads, D head_dim, V vocabulary.
 #pragma once
 
 #include <cstdint>
@@ -35,16 +35,18 @@ struct RopeTable {
 
 struct ForwardArgs {
   int64_t tokens, entries, wanted;
+  int64_t scored;                 // of the wanted tokens, so many of the first become logits
   const int64_t* input_ids;       // [T], below V
   const int64_t* positions;       // [T]
   const int64_t* out_cache_loc;   // [T]
-  const int64_t* logit_indices;   // [L], below T
+  const int64_t* wanted_tokens;   // [wanted], below T
   const AttentionEntry* entry;    // [B]
   const int32_t* req_to_token;    // [R, table_stride]
   int64_t table_stride;
   const int32_t* window_pages;    // page -> page of the window pool that holds the same tokens; null without group 1
   const RopeTable* ropes;         // those that layers name (ProjectQKV::rope)
-  float* logits;                  // [L, V]
+  float* logits;                  // [scored, V]
+  float* states;                  // or null: [wanted, N], the hidden states after the final norm
   int64_t* layers_done;           // or null: set to the number of layers whose keys and values are in the pool
 };
 

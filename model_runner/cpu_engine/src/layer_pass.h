@@ -84,10 +84,13 @@ class LayerPass {
     T* normed = state_.activations.normed;
     const Range own = own_rows(pass);
     ops_.normalise(state_.c.final_norm, state_.weights.final_norm(), pass, own, normed + own.begin * stride);
+    if (args_.states != nullptr) copy_states(normed, own);
+    if (args_.scored == 0) return;
     state_.team.barrier();
-    if (state_.ranks != nullptr) return run_head_with_ranks(pass);
-    const Cell cell = cell_of(state_.weights.head(), pass);
-    ops_.project_head(pass, normed + cell.rows.begin * stride, cell, args_.logits);
+    const PassRows<T> scored{pass.division, args_.scored, pass.x, pass.att};
+    if (state_.ranks != nullptr) return run_head_with_ranks(scored);
+    const Cell cell = cell_of(state_.weights.head(), scored);
+    ops_.project_head(scored, normed + cell.rows.begin * stride, cell, args_.logits);
   }
 
   // At the end of a pass that wants no logits: its keys and values are in the pool, those of the other ranks too.
@@ -98,6 +101,14 @@ class LayerPass {
   }
 
  private:
+  void copy_states(const T* normed, Range rows) const {
+    const int64_t hidden = state_.c.hidden;
+    for (int64_t t = rows.begin; t < rows.end; ++t) {
+      const T* row = normed + t * state_.strides.normed;
+      std::transform(row, row + hidden, args_.states + t * hidden, [](T value) { return to_float(value); });
+    }
+  }
+
   // Another thread of the process, which is not of the team, may read the layer's keys and values now.
   void tell_stored(int64_t layer) const {
     if (tid_ == 0 && args_.layers_done) __atomic_store_n(args_.layers_done, layer + 1, __ATOMIC_RELEASE);

@@ -20,10 +20,11 @@ int64_t Stepper::run(const StepArgs& args) {
   forward.tokens = args.tokens;
   forward.entries = args.entries;
   forward.wanted = wanted;
+  forward.scored = wanted;
   forward.input_ids = input_ids_.data();
   forward.positions = positions_.data();
   forward.out_cache_loc = slots_.data();
-  forward.logit_indices = wanted_.data();
+  forward.wanted_tokens = wanted_.data();
   forward.entry = batch_.data();
   forward.req_to_token = tables_.req_to_token;
   forward.table_stride = tables_.columns;

@@ -100,6 +100,23 @@ class NoAttention:
         return torch.zeros_like(q).transpose(1, 2)
 
 
+class LastStates:
+    """Keeps the hidden states that ``base``, a causal LM's model below its head, returns: those after the last norm."""
+
+    def __init__(self, base: nn.Module) -> None:
+        self._states: Tensor | None = None
+        base.register_forward_hook(self._keep)
+
+    def take(self) -> Tensor:
+        """Return the states of the pass that has ended, [T, N], and keep them no longer."""
+        states, self._states = self._states, None
+        assert states is not None, "a pass computes the model below the head"
+        return states
+
+    def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._states = output[0][0]
+
+
 class TransformersModel:
     """Model that computes passes by ``model``, a causal LM of transformers. ``layers``: its attention layers."""
 
@@ -109,6 +126,7 @@ class TransformersModel:
         self._paged = PagedPass()
         self._keeps_rows = WANTED in inspect.signature(model.forward).parameters
         self._attentions = [LayerAttention(i, layer.spec, self._paged) for i, layer in enumerate(layers)]
+        self._last_states = LastStates(model.base_model)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
         """Compute a pass, write its KV to the pool, and return the logits at ``batch.logit_indices``, [L, V] float32.
@@ -123,6 +141,8 @@ class TransformersModel:
         wanted = {WANTED: batch.logit_indices} if self._keeps_rows else {}
         out = self._model(input_ids=batch.input_ids[None], position_ids=positions[None], use_cache=False, **wanted)
         self._paged.end(len(self.modules))
+        states_TN = self._last_states.take()
+        batch.hidden.read(lambda tokens: states_TN.index_select(0, tokens))
         logits: Tensor = out.logits[0]
         if not self._keeps_rows:
             logits = logits.index_select(0, batch.logit_indices)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ....messages.conversation import Conversation
 from ....messages.grammar import Grammar
+from ....messages.readout import NO_READOUT, Readout
 from ....messages.requests import Bootstrap, LogprobOptions
 from ....messages.sampling import OutputMarks, SamplingParams
 from ....model_files.sampling_defaults import SamplingDefaults
@@ -58,7 +59,7 @@ class PromptPlan:
 
     ``rid`` names the first choice if ``n`` is 1, else choice ``i`` is ``rid-i``. ``keep_output``: False if the client
     asked for no token at all. The engine computes one, and it is dropped. ``return_prompt``: the answer needs the
-    prompt's tokens or text as the tokenizer has them.
+    prompt's tokens or text as the tokenizer has them. ``readout``: vector that is read from the pass over the prompt.
     """
 
     prompt: Prompt
@@ -72,6 +73,7 @@ class PromptPlan:
     add_special_tokens: bool | None = None
     return_prompt: bool = False
     terms: Terms = NO_TERMS
+    readout: Readout = NO_READOUT
 
 
 class Naming(NamedTuple):

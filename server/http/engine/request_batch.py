@@ -126,4 +126,5 @@ def _request(plan: PromptPlan, choices: Sequence[Choice], asker: Asker) -> Token
         timeout_s=plan.terms.timeout_s,
         key_name=asker.key_name,
         user=plan.terms.user,
+        readout=plan.readout,
     )

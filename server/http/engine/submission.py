@@ -214,6 +214,11 @@ class Submission:
         return isinstance(self._failure, AnswerMoved)
 
     @property
+    def readout_values(self) -> int:
+        """Numbers in the vectors that were read from prompts, of all choices together."""
+        return sum(len(choice.prompt.readout) // 4 for choice in self.choices if choice.prompt is not None)  # float32
+
+    @property
     def done(self) -> bool:
         """Whether every choice has finished."""
         return not self._running

@@ -228,9 +228,11 @@ class EngineResponse(Response):
             return
         # Encoding many log-probabilities takes a while, and all of it is Python: let the event loop run meanwhile.
         aside = HttpState.of(Request(scope)).aside
-        is_large = submission.logprobs > LARGE_LOGPROBS
+        is_large = submission.logprobs + submission.readout_values > LARGE_LOGPROBS
         try:
             body = await aside.run(is_large, lambda: orjson.dumps(self._renderer.answer(choices)))
+        except ApiError:
+            raise
         except Exception as e:  # noqa: BLE001 - a renderer's bug of any kind
             raise unwritten(e) from None
         await Response(body, media_type="application/json")(scope, receive, send)

@@ -48,8 +48,10 @@ async def completions(request: Request) -> Response:
     return EngineResponse(state.engine, plans, renderer, stream=body.stream, group=group)
 
 
-def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[Prompt], bool]:
-    """Return the prompts of the field ``prompt``, and whether it is a batch. Raises ``ApiError`` 400 if one is empty.
+def read_prompts(
+    prompt: str | list[str] | list[int] | list[list[int]], field: str = "prompt"
+) -> tuple[list[Prompt], bool]:
+    """Return the prompts of the body's ``field``, and whether it is a batch. Raises ``ApiError`` 400 if one is empty.
 
     A single list of token ids is one prompt, and no batch.
     """
@@ -64,7 +66,7 @@ def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple
         else:
             ids.append(item)
     batch = isinstance(prompt, list) and not ids
-    return make_prompts("prompt", texts, [ids] if ids else id_lists), batch
+    return make_prompts(field, texts, [ids] if ids else id_lists), batch
 
 
 class PromptEcho:

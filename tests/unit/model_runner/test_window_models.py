@@ -12,15 +12,11 @@ import torch
 from support.families import make_reference
 from support.model_harness import draw
 from support.passes import pool_bytes
-from support.sim import SimInstance, make_options
+from support.served_model import ServedModel
 
-from pdserve.messages.worker import WorkerReady
-from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.kv.page_groups import page_groups
-from pdserve.model_runner.steps.step_runner import StepRunner
-from pdserve.scheduler.scheduler import Scheduler
 
-PAGE, PROMPT, SHARED, GREEDY = 4, 190, 160, 20
+PROMPT, SHARED, GREEDY = 190, 160, 20
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ENGINES = ["torch", "cpu"]
@@ -35,32 +31,6 @@ CASES = {
     "qwen3": QWEN,
     "smollm3": {"use_sliding_window": True, "sliding_window": 19},
 }
-
-
-class ServedModel(SimInstance):
-    """An instance in one thread with the real worker."""
-
-    def __init__(self, folder: Path, **changes: object) -> None:
-        defaults = {"model_path": str(folder), "page_size": PAGE, "max_total_tokens": 768, "dtype": "float32"}
-        defaults |= {"device": "cpu", "chunked_prefill_size": 32, "max_running_requests": 4}
-        self.options = options = make_options(**(defaults | changes))
-        super().__init__(options)
-        self.runner = runner = load_model(options)
-        ready = WorkerReady(
-            fingerprint=runner.fingerprint,
-            vocab_size=runner.vocab_size,
-            context_length=runner.context_length,
-            max_total_tokens=runner.pools.max_total_tokens,
-            layout=runner.pools.layout,
-            device="cpu",
-            attention_backend=runner.engine.attention_backend,
-            weights_dtype="float32",
-            backend_metadata=b"",
-            load_seconds={},
-            max_window_tokens=runner.pools.max_window_tokens,
-        )
-        self.scheduler = Scheduler(options, ready, self.outbox)
-        self.worker = StepRunner(runner, options.max_running_requests)
 
 
 def greedy(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
