@@ -28,6 +28,7 @@ KEYS = {
 AT_ROUTER = {
     AtRouter.NOT_FOUND: "404",
     AtRouter.GENERATE: "sent to a pair or a worker",
+    AtRouter.READ_PROMPT: "sent to a prefill or a worker",
     AtRouter.ASK_ONE: "one instance's answer",
     AtRouter.OWN: "the router's own answer",
 }

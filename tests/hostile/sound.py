@@ -225,6 +225,33 @@ def rendered(rng: random.Random) -> Json:
     return {"messages": chat_messages(rng), "add_generation_prompt": rng.random() < 0.5, **rng.choice(more)}
 
 
+def embeddings(rng: random.Random) -> Json:
+    """Return a body of /v1/embeddings."""
+    more: list[Json] = [{}, {"dimensions": 4}, {"encoding_format": "base64"}, {"user": "m", "cache_salt": "x"}]
+    given = rng.choice((rng.choice(WORDS), list(WORDS), [5, 6, 7], [[5], [6, 7]]))
+    return {"input": given, **rng.choice(more)}
+
+
+def ollama_embed(rng: random.Random) -> Json:
+    """Return a body of /api/embed."""
+    more: list[Json] = [{}, {"dimensions": 4}, {"truncate": True, "keep_alive": -1, "options": {"num_ctx": 64}}]
+    return {"input": rng.choice((rng.choice(WORDS), list(WORDS), [])), **rng.choice(more)}
+
+
+def scored(rng: random.Random) -> Json:
+    """Return a body of /v1/score."""
+    labels: Json = {"label_token_ids": [5, 6], "apply_softmax": rng.random() < 0.5, "item_first": rng.random() < 0.5}
+    texts = {"query": rng.choice(WORDS), "items": rng.choice((rng.choice(WORDS), list(WORDS)))}
+    ids = {"query": [5, 6], "items": [[7], [8, 9]]}
+    return rng.choice((texts | labels, ids | labels, {"text_1": rng.choice(WORDS), "text_2": list(WORDS)}))
+
+
+def reranked(rng: random.Random) -> Json:
+    """Return a body of /v1/rerank."""
+    more: list[Json] = [{}, {"top_n": 2, "return_documents": False}, {"instruction": "Is it alike?"}]
+    return {"query": rng.choice(WORDS), "documents": [*WORDS, {"text": "x"}], **rng.choice(more)}
+
+
 def tokenized(rng: random.Random) -> Json:
     """Return a body of /tokenize."""
     return rng.choice(({"prompt": rng.choice(WORDS), "return_token_strs": True}, {"messages": chat_messages(rng)}))
@@ -249,6 +276,11 @@ BODIES: dict[str, Callable[[random.Random], Json]] = {
     "/v1/messages/count_tokens": anthropic_prompt,
     "/v1/responses": responses,
     "/v1/responses/{id}/cancel": lambda rng: {},
+    "/v1/embeddings": embeddings,
+    "/v1/score": scored,
+    "/v1/rerank": reranked,
+    "/api/embed": ollama_embed,
+    "/api/embeddings": lambda rng: {"prompt": rng.choice(WORDS)},
     "/tokenize": tokenized,
     "/detokenize": lambda rng: {"tokens": rng.choice(([5, 6], [[7], [8, 9]]))},
     "/apply-template": rendered,

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import httpx
 import msgspec
+import numpy as np
 import orjson
 from starlette.types import ASGIApp
 
@@ -97,6 +98,7 @@ class FakeEngine:
         self.errors: list[ReqError] = []
         self.sent: list[TokenizeReq] = []
         self.requests: list[TokenizeReq] = []
+        self.vectors: list[list[float]] = []
         self.aborts: list[AbortReq] = []
         self.questions: list[Message] = []
         self.arrived = asyncio.Condition()
@@ -165,6 +167,8 @@ class FakeEngine:
                 prompt_logprobs = [NamedLogprob(50, None, b"p0 ", 3), NamedLogprob(51, -2.0, b"p1 ", 3, top)]
         if request.rid not in self._begun and (request.return_prompt or prompt_logprobs):
             prompt = PromptText("p0 p1 ", [50, 51], prompt_logprobs)
+        if request.readout.kind != "none" and finish in (FinishType.LENGTH, FinishType.STOP):
+            prompt = PromptText("", [], None, self.vector(request).tobytes())
         self._begun.add(request.rid)
         meta = None
         if finish is not None:
@@ -176,6 +180,13 @@ class FakeEngine:
             meta = ReqMeta(PROMPT_TOKENS, 0, CACHED_TOKENS, timing, route=route)
         reason = None if finish is None else FinishReason(finish, matched)
         return ReqText(request.rid, text, token_ids, reason, meta, logprobs, prompt)
+
+    def vector(self, request: TokenizeReq | GenerateReq) -> np.ndarray:
+        """Return the readout of a request: one of ``vectors``, in their order, or minus each label, else 3 and 4."""
+        if self.vectors:
+            return np.array(self.vectors.pop(0), "<f4")
+        labels = request.readout.labels
+        return np.array([-float(label) for label in labels] if labels else [3.0, 4.0], "<f4")
 
     def _answer(self, question: Message) -> None:
         if isinstance(question, Ping):

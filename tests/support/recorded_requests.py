@@ -277,7 +277,38 @@ def sessions() -> Iterator[Recorded]:
         yield Recorded(front, "GET", "/kv/sessions", ADMIN)
 
 
+def readouts() -> Iterator[Recorded]:
+    """Yield good and bad requests for embeddings, scores and ranks."""
+    labels: dict[str, Any] = {"query": "The sea", "items": [" is", " was"], "label_token_ids": [300, 301]}
+    ranked: dict[str, Any] = {"query": "The sea", "documents": ["Hello", {"text": "naïve 火"}]}
+    for front in FRONTS:
+        for path, body in (
+            ("/v1/embeddings", {"input": "Hello", "dimensions": 4}),
+            ("/v1/embeddings", {"input": ["Hello", "naïve 火"], "dimensions": 2, "encoding_format": "base64"}),
+            ("/v1/embeddings", {"input": [[50, 900], [77]], "dimensions": 3, "model": "tiny", "user": "somebody"}),
+            ("/v1/embeddings", {"input": [50, 900, 77], "dimensions": 2, "rid": "one"}),
+            ("/v1/embeddings", {"input": "Hello", "dimensions": 65}),
+            ("/v1/embeddings", {"input": [10**6]}),
+            ("/v1/embeddings", {"input": []}),
+            ("/v1/embeddings", {"input": "Hello", "model": "gpt-9"}),
+            ("/api/embed", {"input": ["Hello", "One"], "dimensions": 4, "truncate": True}),
+            ("/api/embed", {"input": []}),
+            ("/api/embed", {"input": 3}),
+            ("/api/embeddings", {"prompt": ""}),
+            ("/v1/score", labels),
+            ("/v1/score", {**labels, "apply_softmax": True, "item_first": True}),
+            ("/v1/score", {"query": [50], "items": [[51], [52, 53]], "label_token_ids": [5]}),
+            ("/v1/score", {**labels, "label_token_ids": [10**6]}),
+            ("/v1/score", {"text_1": "The sea", "text_2": ["Hello", "One"]}),
+            ("/v1/score", {"text_1": "The sea"}),
+            ("/v1/rerank", ranked),
+            ("/v1/rerank", {**ranked, "top_n": 1, "return_documents": False}),
+            ("/v1/rerank", {**ranked, "documents": []}),
+        ):
+            yield Recorded(front, "POST", path, body=body)
+
+
 def all_requests() -> list[Recorded]:
     """Return the requests, the same ones in the same order at every call."""
     rng = random.Random(SEED)
-    return [*questions(), *generations(rng), *sessions(), *orders(), *access()]
+    return [*questions(), *generations(rng), *readouts(), *sessions(), *orders(), *access()]

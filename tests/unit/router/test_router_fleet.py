@@ -9,6 +9,8 @@ from pdserve.router.instance import HealthState, Role
 from pdserve.router.options import RouterOptions
 from pdserve.router.policies.registry import POLICIES
 from pdserve.router.request_body import RequestBody
+from pdserve.runtime.web.apis import path_table
+from pdserve.runtime.web.paths import Server
 
 BODY = RequestBody.parse(b"{}")
 
@@ -130,3 +132,26 @@ def test_the_remaining_instance_is_asked_again_before_a_client_is_refused(found)
         assert fleet.undecided()
         fleet.answered_again(other)
     assert not fleet.undecided()
+
+
+EMBED = RequestBody.parse(b'{"input": "a"}', facts=path_table(Server.ROUTER).find("/v1/embeddings"))
+
+
+def test_a_prompt_alone_goes_to_a_prefill_and_no_decode_is_needed():
+    fleet = make_fleet(prefill=2, decode=1, unhealthy=("decode0",))
+    assert {chosen(fleet, body=EMBED) for _ in range(4)} == {"prefill0", "prefill1"}
+    assert {chosen(fleet, ("prefill0",), EMBED) for _ in range(4)} == {"prefill1"}
+    assert chosen(make_fleet(prefill=1, unhealthy=("prefill0",)), body=EMBED) is None
+
+
+def test_a_prompt_alone_goes_to_the_prefill_or_worker_with_less_to_compute():
+    fleet = make_fleet(prefill=1, worker=1)
+    prefill, _, worker = fleet.instances
+    assert chosen(fleet, body=EMBED) == "prefill0"
+    prefill.prompt_tokens = 10
+    assert chosen(fleet, body=EMBED) == "worker0"
+    worker.prompt_tokens = 20
+    assert chosen(fleet, body=EMBED) == "prefill0"
+    # One that has failed is asked again only if there is no other.
+    assert chosen(fleet, ("prefill0",), EMBED) == "worker0"
+    assert chosen(fleet, ("prefill0", "worker0"), EMBED) == "prefill0"

@@ -149,7 +149,8 @@ def test_a_body_that_is_nested_deeply_is_passed_on_until_it_is_nested_too_deeply
 
 
 def test_every_path_that_generates_declares_its_prompts():
-    assert all(any(facts.prompt_fields) for facts in PATHS if facts.at_router is AtRouter.GENERATE)
+    computing = (AtRouter.GENERATE, AtRouter.READ_PROMPT)
+    assert all(any(facts.prompt_fields) for facts in PATHS if facts.at_router in computing)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,8 @@ def test_too_many_prompts_are_refused_before_they_are_multiplied(path, name):
         ("/generate", {"text": ["x" * 40, "y"]}, 12),
         ("/generate", {"input_ids": [1, 2, 3]}, 3),
         ("/v1/completions", {"prompt": [[1], [2, 3]]}, 3),
+        ("/v1/embeddings", {"input": [[1], [2, 3]]}, 3),
+        ("/v1/rerank", {"query": "x" * 40, "documents": ["x" * 40, "y"]}, 23),
     ],
 )
 def test_a_prompts_length_is_guessed(path, fields, tokens):

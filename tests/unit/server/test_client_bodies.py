@@ -17,6 +17,9 @@ from support.scripted_model import TEMPLATE
 LINES = (Path(__file__).parents[1] / "payloads" / "clients.jsonl").read_text(encoding="utf-8").splitlines()
 SENT: list[dict[str, Any]] = [json.loads(line) for line in LINES]
 
+PROMPTS = {"/v1/embeddings": ("input",), "/api/embed": ("input",), "/v1/rerank": ("documents",)}
+"""Fields with a list of prompts, where they are not called ``prompt``."""
+
 
 @pytest.mark.parametrize("sent", SENT, ids=lambda sent: f"{sent['client']}-{sent['feature']}")
 def test_a_body_is_answered_and_ignored_fields_are_named(sent: dict[str, Any]) -> None:
@@ -33,8 +36,8 @@ def answers(path: str, body: dict[str, Any]) -> int:
     """Return the number of answers that a body asks for."""
     if path == "/v1/messages/count_tokens":
         return 0
-    prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
-    return prompts * (body.get("n") or 1)
+    lists = [body[name] for name in PROMPTS.get(path, ("prompt",)) if isinstance(body.get(name), list)]
+    return max(map(len, lists), default=1) * (body.get("n") or 1)
 
 
 def test_many_clients_and_features_are_there() -> None:
