@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...runtime.layers_done import NOT_COUNTED, PassProgress
-from ..readouts.tensor_hidden import READS_NOTHING, ReadsHidden, host_reader
 from .host_batch import HostBatch
+from .tensor_hidden import READS_NOTHING, ReadsHidden, host_reader
 
 
 @dataclass(slots=True)

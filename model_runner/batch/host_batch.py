@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...messages.base import I32
 from ...runtime.layers_done import NOT_COUNTED, PassProgress
-from ..readouts.hidden import HostHidden, no_hidden
+from .hidden import HostHidden, no_hidden
 
 I64 = npt.NDArray[np.int64]
 

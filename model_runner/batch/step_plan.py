@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ...messages.base import I32, unpack_i32
 from ...messages.worker import ForwardStep
-from ..readouts.hidden import hidden_tokens
+from .hidden import hidden_tokens
 
 I64 = npt.NDArray[np.int64]
 

@@ -1,4 +1,4 @@
-"""The tokens whose last hidden states a pass of the CPU kernels computes: those with logits, then those with states."""
+"""Tokens with hidden states that a pass of the CPU kernels computes in the last layer, for logits or by themselves."""
 
 from __future__ import annotations
 

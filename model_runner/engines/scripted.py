@@ -106,7 +106,7 @@ class ScriptedEngine(Engine):
         """Store the token ids in the pool as KV, and return logits in which the script's next token is the likeliest.
 
         It has ``SCRIPTED_LOGIT``, and all others have 0. Logits within a prompt are all 0. A token's hidden state is a
-        wave whose frequency is its id.
+        wave with the frequency of its id.
         """
         waves = np.outer(batch.input_ids[batch.hidden.tokens] + 1, np.arange(1, self._hidden_size + 1))
         batch.hidden.states = np.cos(waves).astype(np.float32)

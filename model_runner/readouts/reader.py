@@ -14,9 +14,9 @@ import numpy as np
 
 from ...messages.base import unpack_i32
 from ...messages.readout import ReadoutSpec
+from ..batch.hidden import hidden_count
 from ..batch.step_plan import I64, StepPlan
 from ..sampling.sampled import HostArray
-from .hidden import hidden_count
 
 Array = Any
 """A NumPy array or a tensor."""
@@ -25,10 +25,10 @@ ScoresLabels = Callable[[Array, int, I64], Array]
 
 
 class _Sum(NamedTuple):
-    """Sum of the hidden states of a prompt's first ``count`` tokens."""
+    """Sum of the hidden states of a prompt's first ``tokens`` tokens."""
 
     states: Array
-    count: int
+    tokens: int
 
 
 class ReadoutMaker:
@@ -60,7 +60,7 @@ class ReadoutMaker:
             row = int(plan.rows[spec.entry])
             total = self._add(row, int(plan.starts[spec.entry]), states)
             if spec.is_last:
-                vectors.append(total.states / total.count)
+                vectors.append(total.states / total.tokens)
                 del self._sums[row]
         return vectors
 
@@ -68,9 +68,9 @@ class ReadoutMaker:
         total = _Sum(states.sum(0, dtype=self._float64), len(states))
         if start:
             before = self._sums.get(row, _Sum(None, 0))
-            if before.count != start:
-                raise ValueError(f"the mean of row {row} goes on at token {start}, its sum has {before.count} tokens")
-            total = _Sum(before.states + total.states, start + total.count)
+            if before.tokens != start:
+                raise ValueError(f"the mean of row {row} goes on at token {start}, its sum has {before.tokens} tokens")
+            total = _Sum(before.states + total.states, start + total.tokens)
         self._sums[row] = total
         return total
 

@@ -22,11 +22,11 @@ from ...runtime.layers_done import PassProgress
 from ..batch.forward_batch import ForwardBatch
 from ..batch.step_arrays import DeviceArrays, StepArrays
 from ..batch.step_plan import StepPlan
+from ..batch.tensor_hidden import READS_NOTHING, ReadsHidden, TensorHidden
 from ..device.base import Device, HostCopy
 from ..kv.pools import Pools
 from ..ops.choose import choose_ops
 from ..readouts.reader import ReadoutMaker
-from ..readouts.tensor_hidden import READS_NOTHING, TensorHidden
 from ..sampling.device.base import SampledRows, device_rows
 from ..sampling.device.choose import choose_sampler
 from ..sampling.row_params import I64, RowParams
@@ -166,7 +166,7 @@ class DeviceExecutor:
     def _forward(self, plan: StepPlan, done: PassProgress) -> Tensor:
         there = self._loaded
         done.mark_by(self._device.mark)
-        hidden = READS_NOTHING
+        hidden: ReadsHidden = READS_NOTHING
         if len(plan.hidden_tokens):
             hidden = self._hidden = TensorHidden(self._device.upload(plan.hidden_tokens))
         batch = ForwardBatch(

@@ -16,9 +16,9 @@ import numpy as np
 from ...messages.base import I32
 from ...messages.worker import ForwardStep, RowInit
 from ...runtime.layers_done import PassProgress
+from ..batch.hidden import HostHidden, no_hidden
 from ..batch.host_batch import HostBatch
 from ..batch.step_plan import StepPlan
-from ..readouts.hidden import HostHidden, no_hidden
 from ..readouts.reader import ReadoutMaker
 from ..sampling.choose_tokens import choose_tokens
 from ..sampling.logprobs import score
@@ -160,7 +160,9 @@ class HostExecutor:
         return self._readouts.make(step.readouts, plan, self._hidden.states, logits_LV)
 
     def _score_labels(self, logits_LV: F32, row: int, labels: I64) -> F64:
-        return logits_LV[row, labels] - self._engine.sampler.log_sums(logits_LV, np.array([row]))[0]
+        log_sum = self._engine.sampler.log_sums(logits_LV, np.array([row]))[0]
+        logprobs: F64 = logits_LV[row, labels] - log_sum
+        return logprobs
 
     def fetch(self, arrays: Sequence[HostArray]) -> _There:
         """Return the arrays as a finished copy: they are on the host already."""

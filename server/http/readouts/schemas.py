@@ -88,7 +88,7 @@ class ScoreBody(ReadoutBody):
     query: QueryIds | None = None
     items: Prompt | None = None
     label_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_LABELS)] | None = None
-    """Tokens whose probabilities at the prompt's end are answered."""
+    """Tokens to score at the prompt's end."""
     apply_softmax: bool = False
     """Whether each prompt's probabilities are divided by their sum."""
     item_first: bool = False

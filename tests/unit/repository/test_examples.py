@@ -66,6 +66,7 @@ CALLS = {
     ".chat": "/api/chat",
     ".messages.create": "/v1/messages",
     ".responses.create": "/v1/responses",
+    ".embeddings.create": "/v1/embeddings",
     ".post": "/generate",
 }
 """The path that an expression in a Python example calls, by the end of the expression."""
