@@ -34,6 +34,11 @@ class Readout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_TOKENS)], ...], Meta(max_length=MAX_LABELS)] = ()
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether there is a vector to read."""
+        return self.kind != "none"
+
+    @property
     def needs_every_token(self) -> bool:
         """Whether the pass must compute every prompt token, so that no cached prefix can be used."""
         return self.kind == "mean"

@@ -131,6 +131,9 @@ class Arrivals:
         scheduler = self._scheduler
         if (refusal := self.refusal(msg)) is not None:
             return refusal.message
+        if msg.readout.is_wanted:
+            # A sum over its prompt may have begun elsewhere.
+            return "a request that reads a vector from its prompt stays where it is"
         if (most := msg.prompt_len + max_new_tokens) > scheduler.longest:
             return f"the request may grow to {most} tokens; this instance holds at most {scheduler.longest}"
         if len(output) >= max_new_tokens:

@@ -20,7 +20,7 @@ class PlannedReadouts:
         """Add what the request's readout needs of ``entry``, which computes its tokens up to position ``end``."""
         readout = req.msg.readout
         is_last = end == req.prompt_len
-        if readout.kind == "none" or not (is_last or readout.needs_every_token):
+        if not readout.is_wanted or not (is_last or readout.needs_every_token):
             return
         self.specs.append(ReadoutSpec(entry, readout.kind, is_last, pack_i32(readout.labels)))
         if is_last:

@@ -62,7 +62,7 @@ def refuse_readout(msg: GenerateReq, vocab_size: int) -> Refusal | None:
     if any(label >= vocab_size for label in readout.labels):
         text = f"label {max(readout.labels)} is not in the model's vocabulary of {vocab_size} tokens"
         return Refusal(400, text, BAD_REQUEST, "label_token_ids")
-    if readout.kind != "none" and msg.bootstrap is not None:
+    if readout.is_wanted and msg.bootstrap is not None:
         return Refusal(400, "the instance that computes the prompt answers", BAD_REQUEST, "bootstrap_host")
     return None
 

@@ -151,7 +151,7 @@ def _step(entries: list[_Entry]) -> ForwardStep:
             for i, entry in enumerate(entries)
             if entry.scored
         ],
-        readouts=[ReadoutSpec(i, "mean", True) for i, entry in enumerate(entries) if entry.scored],
+        readouts=[ReadoutSpec(i, "mean", True) for i, entry in enumerate(entries) if not entry.start],
     )
 
 

@@ -87,7 +87,7 @@ class MigrationSource:
 
     def _move_more(self, now: float) -> None:
         for req in list(self._scheduler.reqs.values()):
-            is_here = req.route is not Route.OUTGOING and req.rid not in self._moves
+            is_here = self._problem(req) is None
             if is_here and self._can_leave(req) and now >= self._again_at.get(req.rid, 0.0):
                 self._targets.rotate(-1)
                 host, port = self._targets[-1]
@@ -112,6 +112,8 @@ class MigrationSource:
             return f"request {req.rid!r} is being moved already"
         if req.route is Route.OUTGOING:
             return f"request {req.rid!r} is computed for another instance, and ends here by itself"
+        if req.msg.readout.is_wanted:
+            return f"request {req.rid!r} ends here with its prompt"
         return None
 
     def _begin(self, question: MigrateReq | None, req: Req, host: str, port: int, now: float) -> None:

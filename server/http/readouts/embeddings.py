@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....messages.readout import Readout
-from ..bodies.large_bodies import LARGE_BATCH
 from ..endpoint import endpoint
 from ..engine.submission import Choice
 from ..generation.engine_response import EngineResponse
@@ -20,7 +19,7 @@ from ..parsing import parse_body
 from ..served_model import check_model
 from ..state import HttpState
 from .answers import EmbeddingsAnswer
-from .plans import group_of, plan_readouts
+from .plans import check_inputs, group_of, plan_readouts
 from .schemas import EmbeddingsBody
 from .vectors import F32, VectorRenderer, as_base64, as_json, embedding_of, usage
 
@@ -32,11 +31,9 @@ async def embeddings(request: Request) -> Response:
     body = named(request, timed(request, await parse_body(request, EmbeddingsBody)))
     check_model(body.model, state.model)
     prompts, batch = read_prompts(body.input, "input")
-    readout = Readout(state.model.pooling)
-    plans = await state.aside.run(
-        len(prompts) > LARGE_BATCH,
-        lambda: plan_readouts(state, body, prompts, readout, batch=batch, add_special_tokens=body.add_special_tokens),
-    )
+    check_inputs("input", len(prompts))
+    readout, special = Readout(state.model.pooling), body.add_special_tokens
+    plans = await plan_readouts(state, body, prompts, readout, batch=batch, add_special_tokens=special)
     encode = as_base64 if body.encoding_format == "base64" else as_json
     renderer = EmbeddingsRenderer(state.model.name, body.dimensions, encode)
     return EngineResponse(state.engine, plans, renderer, stream=False, group=group_of(body))

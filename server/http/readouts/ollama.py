@@ -21,7 +21,7 @@ from ..ollama.names import answered_name
 from ..parsing import parse_body
 from ..state import HttpState
 from .answers import OllamaEmbedAnswer, OllamaEmbeddingsAnswer
-from .plans import group_of, plan_readouts
+from .plans import check_inputs, group_of, plan_readouts
 from .schemas import OllamaEmbedBody, OllamaEmbeddingsBody
 from .vectors import VectorRenderer, as_json, embedding_of
 
@@ -37,8 +37,9 @@ async def embed(request: Request) -> Response:
     if not body.input:
         return json_response(renderer.answer([]))
     batch = isinstance(body.input, list)
+    check_inputs("input", len(body.input) if batch else 1)
     prompts = make_prompts("input", body.input if isinstance(body.input, list) else [body.input], None)
-    plans = plan_readouts(state, body, prompts, Readout(state.model.pooling), batch=batch)
+    plans = await plan_readouts(state, body, prompts, Readout(state.model.pooling), batch=batch)
     return EngineResponse(state.engine, plans, renderer, stream=False, group=group_of(body))
 
 
@@ -51,7 +52,7 @@ async def old_embeddings(request: Request) -> Response:
     if not body.prompt:
         return json_response({"embedding": []})
     prompts = make_prompts("prompt", [body.prompt], None)
-    plans = plan_readouts(state, body, prompts, Readout(state.model.pooling), batch=False)
+    plans = await plan_readouts(state, body, prompts, Readout(state.model.pooling), batch=False)
     return EngineResponse(state.engine, plans, OldRenderer(), stream=False)
 
 

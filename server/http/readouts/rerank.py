@@ -17,7 +17,7 @@ from ..parsing import parse_body
 from ..served_model import check_model
 from ..state import HttpState
 from .answers import RerankAnswer
-from .plans import group_of, plan_readouts
+from .plans import check_joined, group_of, plan_readouts
 from .relevance import FIELD_NAMES, pair_prompt, relevance, yes_and_no
 from .schemas import RerankBody
 from .vectors import VectorRenderer, usage
@@ -29,10 +29,11 @@ async def rerank(request: Request) -> Response:
     state = HttpState.of(request)
     body = timed(request, await parse_body(request, RerankBody))
     check_model(body.model, state.model)
+    check_joined(body.query + (body.instruction or ""), body.texts)
     labels = await yes_and_no(request)
     body = named(request, body)
     prompts = [pair_prompt(body.query, text, body.instruction) for text in body.texts]
-    plans = plan_readouts(state, body, prompts, labels, batch=True)
+    plans = await plan_readouts(state, body, prompts, labels, batch=True)
     shown = body.texts if body.return_documents else None
     renderer = RerankRenderer(state.model.name, shown, body.top_n)
     return EngineResponse(state.engine, plans, renderer, stream=False, group=group_of(body))

@@ -23,7 +23,7 @@ from ..parsing import parse_body
 from ..served_model import check_model
 from ..state import HttpState
 from .answers import ScoreAnswer
-from .plans import group_of, plan_readouts
+from .plans import check_joined, group_of, plan_readouts
 from .relevance import pair_prompt, relevance, yes_and_no
 from .schemas import ScoreBody, joined
 from .vectors import VectorRenderer, usage, vector_of
@@ -43,14 +43,16 @@ async def score(request: Request) -> Response:
         prompts, readout = text_pairs(body), await yes_and_no(request)
         renderer = PairRenderer(state.model.name)
     body = named(request, body)
-    plans = plan_readouts(state, body, prompts, readout, batch=True)
+    plans = await plan_readouts(state, body, prompts, readout, batch=True)
     return EngineResponse(state.engine, plans, renderer, stream=False, group=group_of(body))
 
 
 def label_prompts(body: ScoreBody) -> list[Prompt]:
     """Return the query with each item as a prompt. Raises ``ApiError`` 400 if one is text and the other token ids."""
     assert body.items is not None, "the body is of this form"
+    assert body.query is not None
     items, query = read_prompts(body.items, "items")[0], body.query
+    check_joined(query, [item.text or item.input_ids or "" for item in items])
     if any((item.text is None) == isinstance(query, str) for item in items):
         raise bad_request("items", "must be of the same kind as query: texts, or token ids")
     pairs: list[Any] = [joined(query, item.text or item.input_ids, item_first=body.item_first) for item in items]
@@ -70,6 +72,8 @@ def text_pairs(body: ScoreBody) -> list[Prompt]:
         raise bad_request(
             "text_2", f"has {len(seconds)} texts for {len(firsts)} of text_1; give one of these, or as many"
         )
+    check_joined(body.instruction or "", seconds)
+    check_joined(max(firsts, key=len), seconds)
     return [pair_prompt(first, second, body.instruction) for first, second in zip(firsts, seconds, strict=True)]
 
 

@@ -61,6 +61,14 @@ def test_the_asynchronous_client(url: str, model: str) -> None:
     check_end(asyncio.run(ask())[-1])
 
 
+def test_embeddings(client: ollama.Client, model: str) -> None:
+    both = client.embed(model, ["Paris", "Rome"])
+    one = client.embed(model, "Paris")
+    assert list(both.embeddings[0]) == pytest.approx(list(one.embeddings[0]), abs=1e-3)
+    assert list(client.embeddings(model, "Paris").embedding) == pytest.approx(list(one.embeddings[0]), abs=1e-3)
+    assert both.prompt_eval_count > 0
+
+
 def test_models(client: ollama.Client, model: str) -> None:
     listed = client.list().models
     assert f"{model}:latest" in [one.model for one in listed]

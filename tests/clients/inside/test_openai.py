@@ -250,3 +250,15 @@ def test_a_response_is_cancelled(client: OpenAI, model: str) -> None:
         last = list(stream)[-1]
     assert cancelled.status == last.response.status == "cancelled"
     assert client.responses.retrieve(cancelled.id) == cancelled
+
+
+@pytest.mark.parametrize("given", ["Paris", ["Paris", "Rome"], [504, 3575], [[504], [3575, 282]]])
+def test_embeddings(client: OpenAI, model: str, given: Any) -> None:
+    answer = client.embeddings.create(model=model, input=given)
+    assert len(answer.data) == (2 if isinstance(given, list) and not isinstance(given[0], int) else 1)
+    short = client.embeddings.create(model=model, input=given, dimensions=8, encoding_format="float")
+    for one, other in zip(answer.data, short.data, strict=True):
+        assert sum(value * value for value in one.embedding) == pytest.approx(1, abs=1e-3)
+        length = sum(value * value for value in one.embedding[:8]) ** 0.5
+        assert [value * length for value in other.embedding] == pytest.approx(one.embedding[:8], abs=1e-3)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens > 0

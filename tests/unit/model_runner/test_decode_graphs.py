@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.families import make_reference
@@ -13,6 +14,7 @@ from support.recording_device import RecordingDevice
 from support.static_attention import StaticAttention
 
 from pdserve.messages.base import pack_i32, unpack_i32
+from pdserve.messages.readout import ReadoutSpec
 from pdserve.messages.worker import InputLogprobSpec
 from pdserve.model_runner.device.base import HostSync
 from pdserve.model_runner.engines import load, load_torch
@@ -80,7 +82,7 @@ def random_steps(seed: int):
     rng = random.Random(seed)
     lens: dict[int, int] = {}
     for step_id in range(30):
-        entries, new, specs = [], [], []
+        entries, new, specs, readouts = [], [], [], []
         for row in rng.sample(range(ROWS), rng.randint(1, ROWS)):
             if row in lens and (lens[row] < 40 or step_id % 3):
                 piece = rng.random() < 0.15
@@ -99,9 +101,12 @@ def random_steps(seed: int):
             new.append(make_row(row, len(prompt), **rng.choice(kinds)))
             if len(prompt) > 2 and rng.random() < 0.3:
                 specs.append(InputLogprobSpec(len(entries), 0, pack_i32(prompt[1:]), 1))
+            if rng.random() < 0.4:
+                labels = pack_i32(rng.sample(range(VOCAB), 3))
+                readouts.append(ReadoutSpec(len(entries), rng.choice(("mean", "last", "labels")), True, labels))
             entries.append((row, 0, prompt, True))
             lens[row] = len(prompt)
-        yield make_step(entries, new_rows=new, input_logprobs=specs)
+        yield make_step(entries, new_rows=new, input_logprobs=specs, readouts=readouts)
 
 
 def same(ours, theirs) -> None:
@@ -114,6 +119,8 @@ def same(ours, theirs) -> None:
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
     assert [len(listed) for listed in ours.input_logprobs] == [len(listed) for listed in theirs.input_logprobs]
+    for vector, other in zip(ours.readouts, theirs.readouts, strict=True):
+        assert np.frombuffer(vector, "<f4") == pytest.approx(np.frombuffer(other, "<f4"), abs=1e-4)
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2))])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.machine import limit
@@ -14,6 +16,7 @@ from support.rank_threads import make_ranks, together
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.batch.hidden import HostHidden
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
 from pdserve.model_runner.engines.load import load_model
@@ -53,23 +56,35 @@ def options(folder: Path, engine: str) -> ServerOptions:
     )
 
 
-def run(runner: LoadedModel) -> torch.Tensor:
-    """Return all logits of a prompt with a last page that is partly filled."""
+def prompt() -> ForwardBatch:
+    """Return a prompt with a last page that is partly filled, and with all logits wanted."""
     table = torch.arange(64, dtype=torch.int32)[None] + PAGE
     positions = torch.arange(LENGTH)
-    return forward(
-        runner.engine,
-        ForwardBatch(
-            input_ids=positions * 37 % 101,
-            positions=positions,
-            out_cache_loc=table[0, :LENGTH].long(),
-            rows=torch.zeros(1, dtype=torch.int64),
-            starts=[0],
-            q_lens=[LENGTH],
-            req_to_token=table,
-            logit_indices=positions,
-        ),
+    return ForwardBatch(
+        input_ids=positions * 37 % 101,
+        positions=positions,
+        out_cache_loc=table[0, :LENGTH].long(),
+        rows=torch.zeros(1, dtype=torch.int64),
+        starts=[0],
+        q_lens=[LENGTH],
+        req_to_token=table,
+        logit_indices=positions,
     )
+
+
+def run(runner: LoadedModel) -> torch.Tensor:
+    """Return all logits of a prompt."""
+    return forward(runner.engine, prompt())
+
+
+def run_hidden(runner: LoadedModel, logits_at: tuple[int, ...] = (LENGTH - 1, 3)) -> torch.Tensor:
+    """Return the hidden states of a prompt's tokens, the last one's first, with some logits between them."""
+    batch = prompt().on_host()
+    batch.logit_indices = np.array(logits_at, dtype=np.int64)
+    batch.hidden = HostHidden(np.array([*range(LENGTH - 1, -1, -1), 3]))
+    logits = runner.engine.host_logits(batch)
+    assert logits.shape == (len(logits_at), 101)
+    return torch.from_numpy(batch.hidden.states)
 
 
 @pytest.mark.parametrize("engine", ["cpu", "torch"])
@@ -117,3 +132,13 @@ def wait_for_keys(runner: LoadedModel, seconds: float) -> bool:
         if bool(runner.pools.pool.data[1:].any()):
             return True
     return False
+
+
+@pytest.mark.parametrize("logits_at", [(), (LENGTH - 1, 3)])
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+def test_ranks_have_the_hidden_states_of_one(engine: str, logits_at: tuple[int, ...], folder: Path) -> None:
+    read = partial(run_hidden, logits_at=logits_at)
+    expected = read(load_model(options(folder, engine)))
+    assert expected.shape == (LENGTH + 1, 64)
+    assert torch.equal(expected[-1], expected[LENGTH - 1 - 3])
+    torch.testing.assert_close(together(make_ranks(2, options(folder, engine)), read), expected, atol=1e-5, rtol=1e-5)

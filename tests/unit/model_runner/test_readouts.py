@@ -11,8 +11,12 @@ from support.families import make_reference
 from support.model_harness import draw
 from support.served_model import ServedModel
 
+from pdserve.messages.base import pack_i32
 from pdserve.messages.outputs import ReqTokens
-from pdserve.messages.readout import Readout
+from pdserve.messages.readout import Readout, ReadoutSpec
+from pdserve.messages.worker import ForwardStep
+from pdserve.model_runner.batch.step_plan import StepPlan, plan_step
+from pdserve.model_runner.readouts.reader import ReadoutMaker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ["llama", "qwen3", "gemma2", "mistral", "deepseek-v3"]
@@ -119,3 +123,22 @@ def test_labels_have_their_log_probabilities_at_the_prompts_end(engine: str, tmp
         with torch.inference_mode():
             logprobs = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
         np.testing.assert_allclose(found[rid], logprobs[list(labels)].numpy(), atol=1e-4)
+
+
+def test_a_mean_that_skips_tokens_is_a_fault() -> None:
+    maker = ReadoutMaker(np.float64, lambda logits, row, labels: logits[row, labels])
+    spec, nothing = ReadoutSpec(0, "mean", False), np.zeros((0, 5), np.float32)
+
+    def step(start: int, count: int) -> StepPlan:
+        slots = pack_i32(range(16 + start, 16 + start + count))
+        lists = {"rows": pack_i32([1]), "starts": pack_i32([start]), "q_lens": pack_i32([count])}
+        flags = {"use_last": pack_i32([0]), "sample": pack_i32([0])}
+        ids = pack_i32([0] * count)
+        return plan_step(ForwardStep(1, **lists, **flags, input_ids=ids, out_cache_loc=slots, readouts=[spec]), 4)
+
+    assert maker.make([spec], step(0, 3), np.ones((3, 8), np.float32), nothing) == []
+    with pytest.raises(ValueError, match="goes on at token 5, its sum has 3"):
+        maker.make([spec], step(5, 2), np.ones((2, 8), np.float32), nothing)
+    last = ReadoutSpec(0, "mean", True)
+    (mean,) = maker.make([last], step(3, 1), np.full((1, 8), 5, np.float32), nothing)
+    assert mean.tolist() == [2.0] * 8

@@ -66,13 +66,11 @@ def test_only_a_mean_computes_a_cached_prefix_again() -> None:
     sim.scheduler.check_invariants()
 
 
-def test_a_retracted_mean_begins_anew() -> None:
-    """Its sum in the worker must not go on from where it was."""
+def test_a_request_that_moves_from_elsewhere_is_refused() -> None:
+    """Its sum may have begun there."""
     sim = SimInstance()
-    sim.submit("a", range(40), max_new_tokens=1, readout=MEAN)
-    sim.plan()
-    req = sim.scheduler.reqs["a"]
-    assert req.longest_reusable_prefix == 0
+    msg = make_generate("a", range(4), max_new_tokens=2, readout=MEAN)
+    assert "stays where it is" in sim.scheduler.arrivals.admit_moved(msg, np.zeros(0, np.int32), 2)
 
 
 def test_a_label_outside_the_vocabulary_is_refused() -> None:

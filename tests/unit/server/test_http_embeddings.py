@@ -150,6 +150,28 @@ def test_a_bad_field_is_named(path: str, body: dict[str, Any], param: str) -> No
     assert refused(path, body)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (SCORE, {"query": "q" * 300_000, "items": ["a"] * 100, "label_token_ids": [1]}),
+        (SCORE, {"query": [7] * 300_000, "items": [[5]] * 100, "label_token_ids": [1]}),
+        (SCORE, {"text_1": "q" * 300_000, "text_2": ["a"] * 100}),
+        (RERANK, {"query": "q" * 300_000, "documents": ["a"] * 100}),
+    ],
+)
+def test_a_query_is_not_multiplied_to_any_size(path: str, body: dict[str, Any]) -> None:
+    response, requests = ask(path, body)
+    assert (response.status_code, requests) == (413, [])
+    assert "split them" in response.json()["error"]["message"]
+
+
+def test_one_answer_has_at_most_2048_embeddings() -> None:
+    for path in (EMBEDDINGS, EMBED):
+        assert (
+            "the limit is 2048" in refused(path, {"input": ["a"] * 2049})["message" if path == EMBEDDINGS else "error"]
+        )
+
+
 def test_another_model_is_not_found() -> None:
     assert [ask(path, {"model": "x", "input": "a"})[0].status_code for path in (EMBEDDINGS, EMBED)] == [404, 404]
 
