@@ -15,8 +15,6 @@ from .schemas import ReadoutBody
 
 SAMPLING = SamplingParams(seed=0, max_new_tokens=1, temperature=0.0, ignore_eos=True)
 """The pass over the prompt ends with one greedy token, which is dropped: no decode step follows."""
-
-
 MAX_INPUTS = 2048
 """Maximum number of embeddings in one answer, as in OpenAI's API."""
 MAX_JOINED = 1 << 24

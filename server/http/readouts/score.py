@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,8 +36,9 @@ async def score(request: Request) -> Response:
     body = timed(request, await parse_body(request, ScoreBody))
     check_model(body.model, state.model)
     renderer: VectorRenderer
-    if body.label_token_ids is not None:
-        prompts, readout = label_prompts(body), Readout("labels", tuple(body.label_token_ids))
+    if body.query is not None and body.items is not None:
+        prompts = label_prompts(body.query, read_prompts(body.items, "items")[0], item_first=body.item_first)
+        readout = Readout("labels", tuple(body.label_token_ids or ()))
         renderer = LabelRenderer(state.model.name, softmax=body.apply_softmax)
     else:
         prompts, readout = text_pairs(body), await yes_and_no(request)
@@ -47,15 +48,15 @@ async def score(request: Request) -> Response:
     return EngineResponse(state.engine, plans, renderer, stream=False, group=group_of(body))
 
 
-def label_prompts(body: ScoreBody) -> list[Prompt]:
-    """Return the query with each item as a prompt. Raises ``ApiError`` 400 if one is text and the other token ids."""
-    assert body.items is not None, "the body is of this form"
-    assert body.query is not None
-    items, query = read_prompts(body.items, "items")[0], body.query
+def label_prompts(query: str | list[int], items: Sequence[Prompt], *, item_first: bool) -> list[Prompt]:
+    """Return the query with each item as a prompt. Raises ``ApiError`` 400 if one is text and the other token ids.
+
+    ``item_first``: put the query after the item.
+    """
     check_joined(query, [item.text or item.input_ids or "" for item in items])
     if any((item.text is None) == isinstance(query, str) for item in items):
         raise bad_request("items", "must be of the same kind as query: texts, or token ids")
-    pairs: list[Any] = [joined(query, item.text or item.input_ids, item_first=body.item_first) for item in items]
+    pairs: list[Any] = [joined(query, item.text or item.input_ids, item_first=item_first) for item in items]
     return make_prompts("items", *((pairs, None) if isinstance(query, str) else (None, pairs)))
 
 

@@ -79,7 +79,7 @@ def plain_steps(folder: Path) -> StepRunner:
 
 def random_steps(seed: int):
     """Yield steps of prompts, and of one to all rows that decode, with all kinds of sampling and log-probabilities."""
-    rng = random.Random(seed)
+    rng, reads = random.Random(seed), random.Random(seed + 100)
     lens: dict[int, int] = {}
     for step_id in range(30):
         entries, new, specs, readouts = [], [], [], []
@@ -98,12 +98,14 @@ def random_steps(seed: int):
                 {"repetition_penalty": 1.4, "presence_penalty": 0.5, "history": pack_i32(prompt), "logprobs": 0},
                 {"logit_bias": {3: 40.0}, "min_new_tokens": 4, "stop_ids": (3,)},
             ]
-            new.append(make_row(row, len(prompt), **rng.choice(kinds)))
+            kind = rng.choice(kinds)
+            new.append(make_row(row, len(prompt), **kind))
             if len(prompt) > 2 and rng.random() < 0.3:
                 specs.append(InputLogprobSpec(len(entries), 0, pack_i32(prompt[1:]), 1))
-            if rng.random() < 0.4:
-                labels = pack_i32(rng.sample(range(VOCAB), 3))
-                readouts.append(ReadoutSpec(len(entries), rng.choice(("mean", "last", "labels")), True, labels))
+            if reads.random() < 0.4:
+                # Labels are only asked of requests that edit no logits.
+                wanted = reads.choice(("mean", "last", *(["labels"] if kind in kinds[:2] else [])))
+                readouts.append(ReadoutSpec(len(entries), wanted, True, pack_i32(reads.sample(range(VOCAB), 3))))
             entries.append((row, 0, prompt, True))
             lens[row] = len(prompt)
         yield make_step(entries, new_rows=new, input_logprobs=specs, readouts=readouts)
