@@ -271,11 +271,7 @@ class Scheduler:
         self.completed_step = step.step_id
         self.counters.step_done(step, result)
         self.estimator.step_done(step, result, now)
-        for req, scores in zip(step.input_logprobs, result.input_logprobs, strict=True):
-            if req.input_logprobs is not None:
-                req.input_logprobs += scores
-        for req, vector in zip(step.readouts, result.readouts, strict=True):
-            req.readout = vector
+        step.keep_of_prompts(result)
         bad = set(result.bad_entries)
         if bad:
             self._fail_bad(step.entries[i] for i in bad)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..messages.base import I32, pack_i32
-from ..messages.worker import ForwardStep, InputLogprobSpec, RowInit, SlotDelta
+from ..messages.worker import ForwardStep, InputLogprobSpec, RowInit, SlotDelta, StepResult
 from .estimates.cost_model import StepShape
 from .itl_budget import Promise
 from .kv_memory import KVMemory
@@ -43,6 +43,14 @@ class InFlightStep:
     sent_at: float
     step_estimate: StepEstimate
     recomputed: int = 0
+
+    def keep_of_prompts(self, result: StepResult) -> None:
+        """Store what the step's result says of prompts in their requests: log-probabilities and readouts."""
+        for req, scores in zip(self.input_logprobs, result.input_logprobs, strict=True):
+            if req.input_logprobs is not None:
+                req.input_logprobs += scores
+        for req, vector in zip(self.readouts, result.readouts, strict=True):
+            req.readout = vector
 
 
 class RowUpdates:
