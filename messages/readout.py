@@ -27,11 +27,13 @@ class Readout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - "last": hidden state of the last prompt token, after the final norm.
     - "labels": log-probabilities of ``labels`` as the prompt's next token, in the whole vocabulary.
 
-    An embedding is not normalised. ``labels``: token ids.
+    An embedding is not normalised. ``labels``: token ids. ``truncate``: whether a prompt that is too long for the
+    context is cut at its end, instead of refused.
     """
 
     kind: ReadoutKind = "none"
     labels: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_TOKENS)], ...], Meta(max_length=MAX_LABELS)] = ()
+    truncate: bool = False
 
     @property
     def is_wanted(self) -> bool:

@@ -134,7 +134,7 @@ class Dispatcher:
                     raise
                 failed |= at_fault
                 tried.update(legs(target))
-                if (pause := self._pause(exc, failed, deadline - now())) is None:
+                if (pause := self._pause(request.body, exc, failed, deadline - now())) is None:
                     raise
                 last_error = without_frames(exc)
             else:
@@ -200,14 +200,14 @@ class Dispatcher:
             self._quarantine.record(await digest_of(request.body.raw), instance.url, begun_at)
             raise
 
-    def _pause(self, error: RouterError, failed: set[Instance], seconds_left: float) -> float | None:
+    def _pause(self, body: RequestBody, error: RouterError, failed: set[Instance], seconds_left: float) -> float | None:
         """Return the seconds to wait before the next attempt; None if there should be no other one.
 
         The next attempt goes to instances outside ``failed`` if there are any. Otherwise it waits as long as an
         instance asked by ``Retry-After``, if that is within ``seconds_left``. An overloaded instance is not asked
         again.
         """
-        if self._fleet.has_others(failed) or (error.retry_after is None and not error.is_load):
+        if self._fleet.has_others(body, failed) or (error.retry_after is None and not error.is_load):
             return RETRY_PAUSE
         if error.is_load or error.retry_after is None or error.retry_after > seconds_left:
             return None

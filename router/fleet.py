@@ -111,10 +111,14 @@ class Fleet:
         """Return whether a worker, or a prefill and a decode, are healthy, so that a request can be served now."""
         return bool(self.healthy(Role.UNIFIED) or (self.healthy(Role.PREFILL) and self.healthy(Role.DECODE)))
 
-    def has_others(self, failed: Collection[Instance]) -> bool:
-        """Return whether a worker, or a prefill and a decode, are in rotation and not among ``failed``."""
+    def has_others(self, request: RequestBody, failed: Collection[Instance]) -> bool:
+        """Return whether the instances that ``request`` needs are in rotation and not among ``failed``.
+
+        It needs a worker or a prefill, and a decode beside the prefill unless it is a prompt alone.
+        """
         fresh = {role for role in Role for i in self.in_rotation(role) if i not in failed}
-        return Role.UNIFIED in fresh or {Role.PREFILL, Role.DECODE} <= fresh
+        pair = {Role.PREFILL} if request.is_prompt_alone else {Role.PREFILL, Role.DECODE}
+        return Role.UNIFIED in fresh or pair <= fresh
 
     def named(self, epoch: str, url: str) -> Instance | None:
         """Return the instance with this epoch, or else the one at ``url``; None if the router has neither."""

@@ -126,15 +126,21 @@ class PromptEncoder:
         """
         self._check_size(field, len(sent))
         text = unpack(sent)
-        try:
-            self._check_size(field, len(text.encode()))
-        except UnicodeEncodeError as e:
-            raise PromptError(
-                field,
-                f"{field} has half of a surrogate pair at character {e.start}; "
-                "write characters beyond U+FFFF as UTF-8, or escape both halves",
-            ) from e
+        self._check_size(field, _byte_size(field, text))
         self._check_beginning(field, text)
+        return text
+
+    def beginning(self, field: str, sent: Text) -> str:
+        """Return the text that the client ``sent``, unpacked, or a beginning of it with tokens for the whole context.
+
+        ``field``: name of the request's field, for the error. Raises ``PromptError`` for half a surrogate pair.
+        """
+        text = unpack(sent)[: self._max_text_bytes]
+        _byte_size(field, text)
+        try:
+            self._check_beginning(field, text)
+        except PromptError:
+            return text[: PROBE_CHARACTERS_PER_TOKEN * self._context_length]
         return text
 
     def _check_size(self, field: str, size: int) -> None:
@@ -165,3 +171,15 @@ class PromptEncoder:
                 f"{self._context_length} tokens; shorten it",
                 TOO_LONG,
             )
+
+
+def _byte_size(field: str, text: str) -> int:
+    """Return the length of a text in UTF-8, in bytes. Raises ``PromptError`` that names ``field`` if it has none."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as e:
+        raise PromptError(
+            field,
+            f"{field} has half of a surrogate pair at character {e.start}; "
+            "write characters beyond U+FFFF as UTF-8, or escape both halves",
+        ) from e

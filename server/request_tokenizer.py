@@ -177,12 +177,15 @@ class RequestTokenizer:
             text = rendered[req.rid]
             assert isinstance(text, str), "refusals are raised before"
             return text
-        return self._encoder.checked("text", req.text or "")
+        read = self._encoder.beginning if req.readout.truncate else self._encoder.checked
+        return read("text", req.text or "")
 
     def _generate_req(self, req: TokenizeReq, token_ids: list[int], rendered_text: str) -> GenerateReq:
         field = "text" if req.text is not None else "messages" if req.chat is not None else "input_ids"
         if not token_ids:
             raise PromptError(field, f"{field} gives no tokens; give the model at least one token to continue")
+        if req.readout.truncate:
+            token_ids = self._cut(token_ids)
         room = self._limits.context_length - len(token_ids)
         if room < 1:
             raise PromptError(
@@ -205,6 +208,17 @@ class RequestTokenizer:
             input_ids=pack_i32(token_ids),
             stop_ids=tuple(dict.fromkeys(eos_ids + req.sampling.stop_token_ids)),
         )
+
+    def _cut(self, token_ids: list[int]) -> list[int]:
+        """Return the first tokens that the context has room for, beside one of output.
+
+        A token that ends the text stays the last one: models that pool the last token are trained with it.
+        """
+        most = self._limits.context_length - 1
+        if len(token_ids) <= most:
+            return token_ids
+        end = [token_id for token_id in token_ids[-1:] if token_id in self._eos_ids]
+        return token_ids[: most - len(end)] + end
 
 
 def _with_reasoning(sampling: SamplingParams, prompt: str) -> SamplingParams:

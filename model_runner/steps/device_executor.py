@@ -104,8 +104,8 @@ class DeviceExecutor:
         # Graphs read it at every replay, so it is made once and stays.
         self._all_entries = torch.arange(max(self._engine.graph_sizes, default=0), device=device.torch)
         self._readouts = ReadoutMaker(torch.float64, self._score_labels)
-        self._hidden = TensorHidden(self._all_entries[:0])
-        """Hidden states of the pass that was computed last, if that pass was asked for any."""
+        self._no_hidden = self._hidden = TensorHidden(self._all_entries[:0])
+        """``_hidden``: hidden states of the pass that was computed last, until they are read out."""
         self.sampler = choose_sampler(device, self.rows, self._engine.logits_dtype)
 
     @contextmanager
@@ -235,7 +235,9 @@ class DeviceExecutor:
 
         The vectors and all sums stay on the device.
         """
-        return self._readouts.make(step.readouts, plan, self._hidden.states, logits_LV)
+        # Not kept until the next pass: a long prompt's states may be hundreds of megabytes.
+        hidden, self._hidden = self._hidden, self._no_hidden
+        return self._readouts.make(step.readouts, plan, hidden.states, logits_LV)
 
     def _score_labels(self, logits_LV: Tensor, row: int, labels: I64) -> Tensor:
         logits_V = logits_LV[row].float()

@@ -57,7 +57,7 @@ class HostExecutor:
         """Computes common steps, with the weights that the engine has."""
         self._readouts = ReadoutMaker(np.float64, self._score_labels)
         self._hidden = no_hidden()
-        """Hidden states of the pass that was computed last."""
+        """Hidden states of the pass that was computed last, until they are read out."""
 
     def launching(self) -> AbstractContextManager[object]:
         """Return a context that does nothing: there is no device to wait for."""
@@ -157,7 +157,9 @@ class HostExecutor:
 
     def read_out(self, step: ForwardStep, plan: StepPlan, logits_LV: F32) -> list[HostArray]:
         """Return the vectors of the step's readouts that are complete with it, in their order."""
-        return self._readouts.make(step.readouts, plan, self._hidden.states, logits_LV)
+        # Not kept until the next pass: a long prompt's states may be hundreds of megabytes.
+        hidden, self._hidden = self._hidden, no_hidden()
+        return self._readouts.make(step.readouts, plan, hidden.states, logits_LV)
 
     def _score_labels(self, logits_LV: F32, row: int, labels: I64) -> F64:
         log_sum = self._engine.sampler.log_sums(logits_LV, np.array([row]))[0]

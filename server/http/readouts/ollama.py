@@ -39,7 +39,8 @@ async def embed(request: Request) -> Response:
     batch = isinstance(body.input, list)
     check_inputs("input", len(body.input) if batch else 1)
     prompts = make_prompts("input", body.input if isinstance(body.input, list) else [body.input], None)
-    plans = await plan_readouts(state, body, prompts, Readout(state.model.pooling), batch=batch)
+    readout = Readout(state.model.pooling, truncate=body.truncate)
+    plans = await plan_readouts(state, body, prompts, readout, batch=batch)
     return EngineResponse(state.engine, plans, renderer, stream=False, group=group_of(body))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 
 from ....messages.readout import Readout
 from ....messages.sampling import SamplingParams
@@ -80,9 +80,8 @@ def check_inputs(field: str, count: int) -> None:
         raise bad_request(field, f"holds {count} inputs, the limit is {MAX_INPUTS}; split the batch")
 
 
-def check_joined(shared: Sized, parts: Sequence[Sized]) -> None:
-    """Raise ``ApiError`` 413 if prompts made of ``shared`` and each of ``parts`` would be too long together."""
-    length = len(shared) * len(parts) + sum(map(len, parts))
+def check_joined(length: int) -> None:
+    """Raise ``ApiError`` 413 if the prompts of a body have more than ``MAX_JOINED`` characters or token ids in all."""
     if length > MAX_JOINED:
         raise ApiError(
             413, f"the prompts come to {length} characters or token ids, the limit is {MAX_JOINED}; split them"

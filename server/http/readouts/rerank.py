@@ -29,7 +29,8 @@ async def rerank(request: Request) -> Response:
     state = HttpState.of(request)
     body = timed(request, await parse_body(request, RerankBody))
     check_model(body.model, state.model)
-    check_joined(body.query + (body.instruction or ""), body.texts)
+    shared = len(body.query) + len(body.instruction or "")
+    check_joined(sum(shared + len(text) for text in body.texts))
     labels = await yes_and_no(request)
     body = named(request, body)
     prompts = [pair_prompt(body.query, text, body.instruction) for text in body.texts]

@@ -20,7 +20,7 @@ EMBEDDINGS: Unserved = {
     **neutral(names="truncate_prompt_tokens chat_template_kwargs embed_dtype endianness"),
     **neutral(True, names="normalize use_activation"),
 }
-OLLAMA: Unserved = dict.fromkeys(("keep_alive", "truncate", "options"), IGNORED)
+OLLAMA: Unserved = dict.fromkeys(("keep_alive", "options"), IGNORED)
 SCORES: Unserved = {
     **neutral(names="truncate_prompt_tokens mm_processor_kwargs"),
     **neutral(True, names="use_activation"),
@@ -70,6 +70,8 @@ class OllamaEmbedBody(ReadoutBody):
 
     input: OneOrMany[str] = Field(default_factory=list)
     dimensions: Dimensions | None = None
+    truncate: bool = True
+    """Whether a text that is too long for the context is cut at its end; False: it is refused."""
 
 
 class OllamaEmbeddingsBody(ReadoutBody):

@@ -53,7 +53,7 @@ def label_prompts(query: str | list[int], items: Sequence[Prompt], *, item_first
 
     ``item_first``: put the query after the item.
     """
-    check_joined(query, [item.text or item.input_ids or "" for item in items])
+    check_joined(sum(len(query) + len(item.text or item.input_ids or "") for item in items))
     if any((item.text is None) == isinstance(query, str) for item in items):
         raise bad_request("items", "must be of the same kind as query: texts, or token ids")
     pairs: list[Any] = [joined(query, item.text or item.input_ids, item_first=item_first) for item in items]
@@ -73,9 +73,9 @@ def text_pairs(body: ScoreBody) -> list[Prompt]:
         raise bad_request(
             "text_2", f"has {len(seconds)} texts for {len(firsts)} of text_1; give one of these, or as many"
         )
-    check_joined(body.instruction or "", seconds)
-    check_joined(max(firsts, key=len), seconds)
-    return [pair_prompt(first, second, body.instruction) for first, second in zip(firsts, seconds, strict=True)]
+    pairs, shared = list(zip(firsts, seconds, strict=True)), len(body.instruction or "")
+    check_joined(sum(shared + len(first) + len(second) for first, second in pairs))
+    return [pair_prompt(first, second, body.instruction) for first, second in pairs]
 
 
 class LabelRenderer(VectorRenderer):

@@ -79,7 +79,7 @@ def test_at_most_half_of_a_role_is_out_of_rotation_and_its_only_instance_never()
     p0.breaker.ask(9)
     d1.breaker.ask(9)
     assert {chosen(fleet) for _ in range(6)} == {("prefill1", "decode0"), ("prefill1", "decode2")}
-    assert fleet.has_others([w])
+    assert fleet.has_others(BODY, [w])
     # The ones that opened their breakers first stay out.
     for instance in (d0, d2, p1, w):
         instance.breaker.ask(9)
@@ -142,6 +142,10 @@ def test_a_prompt_alone_goes_to_a_prefill_and_no_decode_is_needed():
     assert {chosen(fleet, body=EMBED) for _ in range(4)} == {"prefill0", "prefill1"}
     assert {chosen(fleet, ("prefill0",), EMBED) for _ in range(4)} == {"prefill1"}
     assert chosen(make_fleet(prefill=1, unhealthy=("prefill0",)), body=EMBED) is None
+    failed = fleet.instances[:1]
+    assert fleet.has_others(EMBED, failed)
+    assert not fleet.has_others(BODY, failed)
+    assert not fleet.has_others(EMBED, fleet.instances)
 
 
 def test_a_prompt_alone_goes_to_the_prefill_or_worker_with_less_to_compute():

@@ -165,11 +165,14 @@ def test_a_query_is_not_multiplied_to_any_size(path: str, body: dict[str, Any]) 
     assert "split them" in response.json()["error"]["message"]
 
 
+def test_a_long_text_of_one_pair_does_not_count_for_the_others() -> None:
+    texts = ["q" * 300_000, *["a"] * 99]
+    assert len(sent(SCORE, {"text_1": texts, "text_2": texts})) == 100
+
+
 def test_one_answer_has_at_most_2048_embeddings() -> None:
-    for path in (EMBEDDINGS, EMBED):
-        assert (
-            "the limit is 2048" in refused(path, {"input": ["a"] * 2049})["message" if path == EMBEDDINGS else "error"]
-        )
+    for path, name in ((EMBEDDINGS, "message"), (EMBED, "error")):
+        assert "the limit is 2048" in refused(path, {"input": ["a"] * 2049})[name]
 
 
 def test_another_model_is_not_found() -> None:
@@ -210,6 +213,13 @@ def test_ollamas_embeddings() -> None:
     old = answered(OLD, {"model": "m", "prompt": "a"}, [3.0, 4.0])
     OllamaEmbeddingsAnswer.model_validate(old, strict=True)
     assert old == {"embedding": [0.6, 0.8]}
+
+
+def test_ollamas_texts_are_truncated_unless_the_body_says_otherwise() -> None:
+    for body, truncate in (({}, True), ({"truncate": None}, True), ({"truncate": False}, False)):
+        (request,) = sent(EMBED, {"input": "a", **body})
+        assert request.readout == Readout("last", truncate=truncate)
+    assert not sent(OLD, {"prompt": "a"})[0].readout.truncate
 
 
 def test_ollamas_embeddings_of_nothing_only_say_that_the_model_is_there() -> None:

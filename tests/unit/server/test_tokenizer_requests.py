@@ -12,6 +12,7 @@ from pdserve.messages.conversation import ChatMessage, Conversation
 from pdserve.messages.decode import Codec
 from pdserve.messages.outputs import ReqError
 from pdserve.messages.packed_text import PackedText, pack, unpack
+from pdserve.messages.readout import Readout
 from pdserve.messages.requests import (
     AbortReq,
     Bootstrap,
@@ -185,6 +186,28 @@ def test_the_longest_text_that_could_fit_is_tokenized(requests, smollm):
     longest = max(table, key=len).decode()
     out = one(requests, text=longest * (CONTEXT - 1))
     assert isinstance(out, GenerateReq)
+
+
+@pytest.mark.parametrize("text", ["Hello" * 40, "\u4f60" * 16 * CONTEXT * 40, "x" * 10**6])
+def test_a_text_that_may_be_truncated_is_cut_to_the_context(requests, smollm, text):
+    cut = one(requests, text=text, readout=Readout("mean", truncate=True))
+    tokens = smollm.encode_batch([text[:2000]], add_special_tokens=True)[0]
+    assert unpack_i32(cut.input_ids).tolist() == tokens[: CONTEXT - 1]
+    refused = one(requests, text=text, readout=Readout("mean"))
+    assert (refused.status, refused.code) == (400, prompt_encoder.TOO_LONG)
+
+
+def test_the_token_that_ends_a_text_is_not_cut_off(requests, smollm):
+    end = smollm.eos_ids[0]
+    for tokens, kept in ((CONTEXT - 1, CONTEXT - 2), (CONTEXT, CONTEXT - 2), (CONTEXT * 9, CONTEXT - 2)):
+        cut = one(requests, input_ids=[5] * (tokens - 1) + [end], readout=Readout("last", truncate=True))
+        assert unpack_i32(cut.input_ids).tolist() == [5] * kept + [end]
+
+
+def test_half_a_surrogate_pair_is_refused_in_a_text_that_may_be_truncated(requests):
+    refused = one(requests, text="ab\ud800", readout=Readout("mean", truncate=True))
+    assert (refused.status, refused.field) == (400, "text")
+    assert "surrogate pair at character 2" in refused.message
 
 
 def test_no_chat_template_says_what_to_do(smollm):
