@@ -55,7 +55,8 @@ class ReadoutMaker:
             count = hidden_count(spec, int(plan.q_lens[spec.entry]))
             states, at = states_HN[at : at + count], at + count
             if spec.kind == "last":
-                vectors.append(states[0])
+                # A sum of one, for its type: NumPy has no bfloat16.
+                vectors.append(states.sum(0, dtype=self._float64))
                 continue
             row = int(plan.rows[spec.entry])
             total = self._add(row, int(plan.starts[spec.entry]), states)

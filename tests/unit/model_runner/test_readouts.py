@@ -13,10 +13,10 @@ from support.served_model import ServedModel
 
 from pdserve.messages.base import pack_i32
 from pdserve.messages.outputs import ReqTokens
-from pdserve.messages.readout import Readout, ReadoutSpec
+from pdserve.messages.readout import Readout, ReadoutKind, ReadoutSpec
 from pdserve.messages.worker import ForwardStep
 from pdserve.model_runner.batch.step_plan import StepPlan, plan_step
-from pdserve.model_runner.readouts.reader import ReadoutMaker
+from pdserve.model_runner.readouts.reader import ReadoutMaker, packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ["llama", "qwen3", "gemma2", "mistral", "deepseek-v3"]
@@ -125,17 +125,26 @@ def test_labels_have_their_log_probabilities_at_the_prompts_end(engine: str, tmp
         np.testing.assert_allclose(found[rid], logprobs[list(labels)].numpy(), atol=1e-4)
 
 
+def step(start: int, count: int) -> StepPlan:
+    """Return the plan of a step of one row, which computes a piece of its prompt."""
+    slots = pack_i32(range(16 + start, 16 + start + count))
+    lists = {"rows": pack_i32([1]), "starts": pack_i32([start]), "q_lens": pack_i32([count])}
+    flags = {"use_last": pack_i32([0]), "sample": pack_i32([0])}
+    ids = pack_i32([0] * count)
+    return plan_step(ForwardStep(1, **lists, **flags, input_ids=ids, out_cache_loc=slots), 4)
+
+
+@pytest.mark.parametrize("kind", ["mean", "last"])
+def test_states_of_a_type_that_numpy_lacks_can_be_read(kind: ReadoutKind) -> None:
+    maker = ReadoutMaker(torch.float64, lambda logits, row, labels: logits[row, labels])
+    states = torch.full((1, 8), 1.5, dtype=torch.bfloat16)
+    (vector,) = maker.make([ReadoutSpec(0, kind, True)], step(0, 1), states, torch.zeros(0, 5))
+    assert np.frombuffer(packed(vector.numpy()), "<f4").tolist() == [1.5] * 8
+
+
 def test_a_mean_that_skips_tokens_is_a_fault() -> None:
     maker = ReadoutMaker(np.float64, lambda logits, row, labels: logits[row, labels])
     spec, nothing = ReadoutSpec(0, "mean", False), np.zeros((0, 5), np.float32)
-
-    def step(start: int, count: int) -> StepPlan:
-        slots = pack_i32(range(16 + start, 16 + start + count))
-        lists = {"rows": pack_i32([1]), "starts": pack_i32([start]), "q_lens": pack_i32([count])}
-        flags = {"use_last": pack_i32([0]), "sample": pack_i32([0])}
-        ids = pack_i32([0] * count)
-        return plan_step(ForwardStep(1, **lists, **flags, input_ids=ids, out_cache_loc=slots, readouts=[spec]), 4)
-
     assert maker.make([spec], step(0, 3), np.ones((3, 8), np.float32), nothing) == []
     with pytest.raises(ValueError, match="goes on at token 5, its sum has 3"):
         maker.make([spec], step(5, 2), np.ones((2, 8), np.float32), nothing)
