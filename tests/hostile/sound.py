@@ -235,7 +235,7 @@ def embeddings(rng: random.Random) -> Json:
 def ollama_embed(rng: random.Random) -> Json:
     """Return a body of /api/embed."""
     more: list[Json] = [{}, {"dimensions": 4}, {"truncate": False, "keep_alive": -1, "options": {"num_ctx": 64}}]
-    return {"input": rng.choice((rng.choice(WORDS), list(WORDS), [])), **rng.choice(more)}
+    return {"input": rng.choice((rng.choice(WORDS), list(WORDS))), **rng.choice(more)}
 
 
 def scored(rng: random.Random) -> Json:

@@ -293,6 +293,7 @@ def readouts() -> Iterator[Recorded]:
             ("/v1/embeddings", {"input": "Hello", "model": "gpt-9"}),
             ("/api/embed", {"input": ["Hello", "One"], "dimensions": 4, "truncate": True}),
             ("/api/embed", {"input": []}),
+            ("/api/embed", {"input": [], "model": "tiny:latest"}),
             ("/api/embed", {"input": 3}),
             ("/api/embeddings", {"prompt": ""}),
             ("/v1/score", labels),

@@ -13,6 +13,7 @@ from ....runtime.web.json_response import json_response
 from ..endpoint import endpoint
 from ..engine.plan import make_prompts
 from ..engine.submission import Choice
+from ..errors import bad_request
 from ..generation.engine_response import EngineResponse
 from ..generation.request_names import named
 from ..generation.request_terms import timed
@@ -22,7 +23,7 @@ from ..parsing import parse_body
 from ..state import HttpState
 from .answers import OllamaEmbedAnswer, OllamaEmbeddingsAnswer
 from .plans import check_inputs, group_of, plan_readouts
-from .schemas import OllamaEmbedBody, OllamaEmbeddingsBody
+from .schemas import OllamaEmbedBody, OllamaEmbeddingsBody, ReadoutBody
 from .vectors import VectorRenderer, as_json, embedding_of
 
 NS_PER_SECOND = 1_000_000_000
@@ -35,7 +36,7 @@ async def embed(request: Request) -> Response:
     body = named(request, timed(request, await parse_body(request, OllamaEmbedBody)))
     renderer = EmbedRenderer(answered_name(body.model, state.model), body.dimensions)
     if not body.input:
-        return json_response(renderer.answer([]))
+        return loaded(body, renderer.answer([]))
     batch = isinstance(body.input, list)
     check_inputs("input", len(body.input) if batch else 1)
     prompts = make_prompts("input", body.input if isinstance(body.input, list) else [body.input], None)
@@ -51,10 +52,20 @@ async def old_embeddings(request: Request) -> Response:
     body = named(request, timed(request, await parse_body(request, OllamaEmbeddingsBody)))
     answered_name(body.model, state.model)
     if not body.prompt:
-        return json_response({"embedding": []})
+        return loaded(body, {"embedding": []})
     prompts = make_prompts("prompt", [body.prompt], None)
     plans = await plan_readouts(state, body, prompts, Readout(state.model.pooling), batch=False)
     return EngineResponse(state.engine, plans, OldRenderer(), stream=False)
+
+
+def loaded(body: ReadoutBody, answer: dict[str, Any]) -> Response:
+    """Return the answer to a body without a text, by which clients load a model ahead of time.
+
+    Raises ``ApiError`` 400 if the body has no model either.
+    """
+    if not body.model:
+        raise bad_request("model", "is required")
+    return json_response(answer)
 
 
 class EmbedRenderer(VectorRenderer):

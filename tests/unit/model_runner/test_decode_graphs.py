@@ -14,7 +14,7 @@ from support.recording_device import RecordingDevice
 from support.static_attention import StaticAttention
 
 from pdserve.messages.base import pack_i32, unpack_i32
-from pdserve.messages.readout import ReadoutSpec
+from pdserve.messages.readout import ReadoutKind, ReadoutSpec
 from pdserve.messages.worker import InputLogprobSpec
 from pdserve.model_runner.device.base import HostSync
 from pdserve.model_runner.engines import load, load_torch
@@ -146,6 +146,19 @@ def test_graphs_answer_as_single_kernels_do_and_nothing_waits(folder, device, mo
     # Counts go back with their requests.
     assert all(steps.executor.rows.table["penalised"][row] for row in steps.executor.sampler._penalties._places)
     assert len(steps.executor.sampler._penalties.counts) <= 8  # of six rows
+
+
+@pytest.mark.parametrize(("kind", "replays"), [("last", 0), ("mean", 0), ("labels", 1)])
+def test_a_graph_gives_no_hidden_states_so_none_is_replayed_for_them(
+    folder, device, monkeypatch, kind: ReadoutKind, replays: int
+) -> None:
+    steps, plain = StepRunner(recorded_model(folder, device, monkeypatch), ROWS), plain_steps(folder)
+    steps.capture_graphs()
+    readouts = [ReadoutSpec(1, kind, True, pack_i32([5, 9]))]
+    new = [make_row(row, 1) for row in range(2)]
+    step = make_step([(row, 0, [row + 3], True) for row in range(2)], new_rows=new, readouts=readouts)
+    same(steps.run(step), plain.run(step))
+    assert len([line for line in device.log if line.startswith("replay")]) == replays
 
 
 def test_the_largest_is_captured_first_and_the_smallest_that_fits_is_replayed(folder, device, monkeypatch) -> None:

@@ -128,6 +128,8 @@ def test_more_dimensions_than_the_model_has_are_refused() -> None:
         (EMBEDDINGS, {"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         (EMBEDDINGS, {"input": "a", "bootstrap_host": "h", "bootstrap_room": 1}, "bootstrap_host"),
         (EMBED, {"input": ["a", 5]}, "input[1]"),
+        (EMBED, {}, "model"),
+        (OLD, {}, "model"),
         (OLD, {"prompt": 5}, "prompt"),
         (SCORE, {}, "query"),
         (SCORE, {"query": "a", "items": ["b"]}, "label_token_ids"),
@@ -223,7 +225,8 @@ def test_ollamas_texts_are_truncated_unless_the_body_says_otherwise() -> None:
 
 
 def test_ollamas_embeddings_of_nothing_only_say_that_the_model_is_there() -> None:
-    assert answered(EMBED, {"model": "m"})["embeddings"] == answered(EMBED, {"input": ""})["embeddings"] == []
+    for given in ({}, {"input": ""}, {"input": []}):
+        assert answered(EMBED, {"model": "m", **given})["embeddings"] == []
     assert answered(OLD, {"model": "m"}) == {"embedding": []}
 
 
