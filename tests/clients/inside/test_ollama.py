@@ -90,5 +90,5 @@ def test_errors(client: ollama.Client, model: str) -> None:
     for stream in (False, True):
         with pytest.raises(ollama.ResponseError, match="context"):
             list(client.chat(model, [{"role": "user", "content": "word " * 20_000}], stream=stream))
-    with pytest.raises(ollama.ResponseError):
-        client.embed(model, "text")
+    with pytest.raises(ollama.ResponseError, match="context"):
+        client.embed(model, "word " * 20_000, truncate=False)
