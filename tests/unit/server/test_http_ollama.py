@@ -446,7 +446,7 @@ def test_clients_find_out_that_it_runs() -> None:
             head = await client.head("/")
             assert (head.status_code, head.content) == (200, b"")
             assert (await client.get("/api/version")).json()["version"].count(".") == 2
-            for path in ("/api/pull", "/api/embed"):
+            for path in ("/api/pull", "/api/delete"):
                 missing = await client.post(path, json={"model": "m"})
                 OllamaError.model_validate_json(missing.text, strict=True)
                 assert missing.status_code == 404
