@@ -106,6 +106,12 @@ def are_lines_until_done(out: str, folder: Path) -> None:
     assert 1 <= last["eval_count"] <= 16
 
 
+def are_embeddings(out: str, folder: Path) -> None:
+    vectors = [entry["embedding"] for entry in json.loads(out)["data"]]
+    assert [len(vector) for vector in vectors] == [8, 8]
+    assert [sum(value * value for value in vector) for vector in vectors] == pytest.approx([1, 1], abs=1e-5)
+
+
 def has_keys(*names: str) -> Callable[[str, Path], None]:
     def check(out: str, folder: Path) -> None:
         assert set(names) <= set(json.loads(out))
@@ -141,6 +147,7 @@ ANSWERS: dict[str, Callable[[str, Path], None]] = {
     "curl -N http://127.0.0.1:8000/generate": is_stream_about_paris,
     "curl http://127.0.0.1:8000/v1/chat/completions": is_paris,
     "curl http://127.0.0.1:8000/api/chat": are_lines_until_done,
+    "curl http://127.0.0.1:8000/v1/embeddings": are_embeddings,
     "curl http://127.0.0.1:8000/generate -d": has_keys("text", "output_ids", "meta_info"),
     "curl http://127.0.0.1:8000/metrics": says("# HELP pdserve_router_", "# TYPE pdserve_router_"),
     "curl http://127.0.0.1:8000/server_info": has_keys("role", "router", "instances"),

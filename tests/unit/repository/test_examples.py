@@ -63,10 +63,8 @@ ANSWERS = {
 CALLS = {
     ".completions.create": "/v1/completions",
     ".chat.completions.create": "/v1/chat/completions",
-    ".chat": "/api/chat",
     ".messages.create": "/v1/messages",
     ".responses.create": "/v1/responses",
-    ".embeddings.create": "/v1/embeddings",
     ".post": "/generate",
 }
 """The path that an expression in a Python example calls, by the end of the expression."""
