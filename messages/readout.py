@@ -20,7 +20,7 @@ MAX_LABELS = 128
 """Maximum number of labels of one request."""
 
 
-class Readout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Readout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Vector that a request wants.
 
     - "mean": mean of the hidden states of all prompt tokens, after the final norm.
