@@ -17,7 +17,7 @@ MAX_ENDED = 256
 MAX_ENDED_CHOICES = 4096
 """Choices of ended submissions that are kept together, unless the last submission alone has more.
 
-A choice and its name take about 700 bytes, so a limit of submissions alone would let batches fill hundreds of MiB.
+A choice and its name take 400 bytes or more, so a limit of submissions alone would let batches fill hundreds of MiB.
 """
 
 
