@@ -23,7 +23,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from ..messages.error_codes import INSTANCE_FAILED
-from ..runtime.cluster_secret import BootstrapSignature, RouterKeys
 from ..runtime.web.client.client import Body, HttpClient
 from ..runtime.web.errors import error_status, without_frames
 from ..runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET, Ticket, read_ticket
@@ -90,8 +89,6 @@ class Dispatcher:
         # Never sooner than health checks take to find an instance dead.
         unseen = max(options.first_byte_timeout, seconds_to_notice(options))
         self._limits = LegLimits(options.first_byte_timeout, options.idle_timeout, unseen)
-        keys = RouterKeys.read(options.cluster_secret_file)
-        self._signature = BootstrapSignature(keys) if keys is not None else None
         self._quarantine = Quarantine()
         self._lingering: set[asyncio.Task[None]] = set()
 
@@ -238,7 +235,7 @@ class Dispatcher:
     async def _serve_by_pair(
         self, instance: Instance, answering: Answering, request: RoutedRequest, answer: ClientAnswer
     ) -> None:
-        bodies = request.body.for_pair(instance, self._signature)
+        bodies = request.body.for_pair(instance)
         prefill = asyncio.create_task(self._watch_prefill(instance, request, bodies.prefill))
         decode = asyncio.create_task(self._answer_from(answering, request, bodies.decode, answer))
         del bodies

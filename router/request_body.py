@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import msgspec
 import orjson
 
-from ..runtime.cluster_secret import BootstrapSignature
 from ..runtime.web.apis import NATIVE, PATHS
 from ..runtime.web.body import MAX_PROMPTS
 from ..runtime.web.paths import AtRouter, PathFacts
@@ -127,12 +125,11 @@ class RequestBody:
             is_prompt_alone=facts.at_router is AtRouter.READ_PROMPT,
         )
 
-    def for_pair(self, prefill: Instance, signature: BootstrapSignature | None = None) -> PairBodies:
+    def for_pair(self, prefill: Instance) -> PairBodies:
         """Make the bodies for ``prefill`` and any decode, with new rooms (hand-over ids), and a rid if there is none.
 
         The same rid goes to both legs, so that one ``/abort_request`` ends both. The prefill never streams, because
-        only its status matters, and a plain answer shows an error in the status. ``signature`` signs the address and
-        the rooms.
+        only its status matters, and a plain answer shows an error in the status.
         """
         count = self.batch_size
         host, port = prefill.bootstrap_address
@@ -145,9 +142,6 @@ class RequestBody:
                 "bootstrap_port": [port] * count,
                 "bootstrap_room": [draw_room() for _ in range(count)],
             }
-        if signature is not None:
-            fields = (patch["bootstrap_host"], patch["bootstrap_port"], patch["bootstrap_room"])
-            patch["bootstrap_signature"] = signature.sign(*fields, time.time())
         if not self.has_rid:
             patch["rid"] = self.rid_prefix + draw_rid(self.request_id)
         for_prefill = {"stream": False, "bootstrap_leg": "prefill"} | (

@@ -7,7 +7,7 @@ Instances have the secret. A router only needs a key that is derived from it. Wi
 instances and checks that they are genuine, but it cannot act as an instance (``docs/security.md``)::
 
     secret ── HMAC "pdserve control", "pdserve proof of an instance", … ──▶ between instances
-        └──── HMAC "pdserve router" ──▶ router key ── HMAC "pdserve bootstrap fields", … ──▶ router and instance
+        └──── HMAC "pdserve router" ──▶ router key ── HMAC "pdserve requests to an instance", … ──▶ router and instance
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any
-
-import orjson
 
 from .trusted_path import read_secret
 
@@ -206,33 +203,6 @@ class OnceOnly:
             self._count -= len(self._seen.pop(made).signatures)
 
 
-class BootstrapSignature:
-    """Signature that a router adds to the bootstrap fields of a request. An instance accepts each one once.
-
-    The fields need it because an instance connects to the address that they name (``docs/security.md``).
-    """
-
-    def __init__(self, routers: RouterKeys, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._keys = routers.keys("bootstrap fields")
-        self._used = OnceOnly(monotonic)
-
-    def sign(self, host: Any, port: Any, room: Any, now: float) -> str:
-        """Return the signature of a request's bootstrap fields, made at Unix time ``now``."""
-        return _signature(self._keys[0], f"{now:.0f}", host, port, room)
-
-    def problem(self, signature: str, host: Any, port: Any, room: Any, now: float) -> str | None:
-        """Return why ``signature`` is not valid for these fields at Unix time ``now``; None if it is.
-
-        It is valid once, within ``FRESH_SECONDS`` of its time; None records it as used. Raises ``TooManySignatures``.
-        """
-        made = signature.partition(".")[0]
-        if not any(hmac.compare_digest(signature, _signature(key, made, host, port, room)) for key in self._keys):
-            return "the signature is not that of a router with this cluster's secret"
-        if not abs(now - float(made)) <= FRESH_SECONDS:
-            return f"the signature is {now - float(made):.0f} s old: are the clocks of router and instance right?"
-        return None if self._used.is_first(signature, float(made), now) else "the signature was used before"
-
-
 def mac(key: bytes, content: bytes) -> str:
     """Return the keyed BLAKE2b of ``content`` in 64 hexadecimal digits (RFC 7693).
 
@@ -254,8 +224,3 @@ def addresses(option: str, text: str | None) -> set[tuple[str, int]]:
             raise ValueError(f"{option} {item}: give HOST:PORT, several with commas in between")
         found.add((host.strip("[]").lower(), int(port)))
     return found
-
-
-def _signature(key: bytes, made: str, host: Any, port: Any, room: Any) -> str:
-    signed = orjson.dumps([made, host, port, room])
-    return f"{made}.{mac(key, signed)}"

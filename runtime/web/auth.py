@@ -18,6 +18,8 @@ from .keys import ADMIN, ANYBODY, KEY_NAME_HEADER, SCOPE_KEY, Caller, Keys
 from .path_guard import error_answer
 from .paths import Access, PathTable
 
+SIGNED = "pdserve.signed"
+"""Where a request's scope says that it is signed."""
 KEY_HEADERS = (b"authorization", b"x-api-key")
 NO_KEY = 'this server needs a key; send the header "Authorization: Bearer KEY"'
 NO_ADMIN = "this key may not use this path, which shows or changes what is others': it needs the --admin-key-file's"
@@ -89,6 +91,7 @@ class ApiKeyAuth:
                 await error_answer(scope, 401, signed)(scope, receive, send)
                 return
             receive = _with_digest(receive, signed.digest)
+            scope[SIGNED] = True
             if signed.caller:
                 caller = self._named(signed.caller.decode("ascii", "replace"))
         access = facts.access if facts is not None else Access.USER
@@ -160,6 +163,11 @@ class ApiKeyAuth:
             headers = [header for header in headers if header[0] not in KEY_HEADERS]
             headers.append((b"authorization", b"Bearer " + self._keys.admin.encode()))
         return headers
+
+
+def is_signed(scope: Scope) -> bool:
+    """Return whether a router or an instance of this cluster has signed the request, its body included."""
+    return SIGNED in scope
 
 
 def _target(scope: Scope) -> bytes:

@@ -12,10 +12,12 @@ from starlette.requests import Request
 
 from ...messages.error_codes import OVERLOADED
 from ...runtime.web.access_log import AccessRecord
+from ...runtime.web.auth import is_signed
 from ...runtime.web.body import MAX_PROMPTS, MAX_VALUES, BodyEncoded, BodyTooLarge, TooManyValues, UploadDropped
 from .bodies.field_names import IGNORED_HEADER
 from .bodies.fields import TAG, Body, FieldError
 from .bodies.large_bodies import LARGE_BYTES, check_amount, parse_in_pieces
+from .bodies.request_fields import RequestFields
 from .errors import ApiError, bad_request
 from .state import HttpState
 
@@ -106,7 +108,10 @@ async def parse_bytes(request: Request, schema: type[B], body: bytes) -> B:
         content = parse_json(data, is_large)
         if ignored := state.field_names.check(schema, content):
             record.headers.append((IGNORED_HEADER, ignored))
-        return validate(schema, content)
+        fields = validate(schema, content)
+        if isinstance(fields, RequestFields) and is_signed(request.scope):
+            fields.mark_signed()
+        return fields
 
     try:
         is_large = len(body) > LARGE_BYTES

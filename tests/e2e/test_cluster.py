@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import time
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from support.machine import limit
 from support.processes import ONE_THREAD, Launched, Pair, launched, pd_pair, wait_until
+from support.router_signer import RouterSigner
 from support.web_server import WebServer
 
-from pdserve.runtime.cluster_secret import BootstrapSignature, RouterKeys
-
 PROMPT = [50, 900, 77, 4000, *range(100, 160)]
+CLIENT_LEFT = 499
 SAMPLING = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0}
 
 
@@ -22,10 +23,22 @@ def asked(server: Launched, **fields):
     return server.post("/generate", {"input_ids": PROMPT, "sampling_params": SAMPLING, **fields})
 
 
-def legs(prefill: Launched, decode: Launched, **fields):
-    """Return both answers of a request that names its hand-over itself."""
-    with ThreadPoolExecutor(2) as pool:
-        return [future.result() for future in [pool.submit(asked, server, **fields) for server in (prefill, decode)]]
+class SignedRequest:
+    """One request to one server, as a router with the secret in ``file`` signs it. It may be sent repeatedly."""
+
+    def __init__(self, file: Path, server: Launched, **fields) -> None:
+        signer = RouterSigner(str(file))
+        content = {"input_ids": PROMPT, "sampling_params": SAMPLING, **fields}
+        self._server = server
+        self._body = json.dumps(content).encode()
+        epoch = signer.epoch(server.url, server.client)
+        self._headers = signer.headers(epoch, "POST", "/generate", self._body, "")
+
+    def send(self, body: bytes = b"") -> httpx.Response:
+        """Send it, with its own body or another one."""
+        return self._server.client.post(
+            self._server.url + "/generate", content=body or self._body, headers=self._headers, timeout=limit(60)
+        )
 
 
 def named(room: int, port: int, host: str = "127.0.0.1") -> dict:
@@ -64,35 +77,38 @@ def test_a_client_may_not_send_a_decode_anywhere(pair):
         answer = asked(pair.decode, **named(1, 8998, host))
         assert answer.status_code == 403
         assert "--allow-bootstrap" in answer.json()["error"]["message"]
-    forged = asked(pair.decode, **named(1, 8998), bootstrap_signature=f"{int(time.time())}.{'0' * 64}")
-    assert forged.status_code == 403
-    assert asked(pair.decode, bootstrap_signature="x").status_code == 400
 
 
 def test_what_a_router_signed_is_followed_once(pair, secrets, expected):
-    signature = BootstrapSignature(RouterKeys.read(str(secrets / "ours")))
     fields = named(4711, pair.prefill.info()["disaggregation"]["bootstrap_port"])
-    signed = signature.sign(*fields.values(), time.time())
-    answers = legs(pair.prefill, pair.decode, **fields, bootstrap_signature=signed)
+    legs = [SignedRequest(secrets / "ours", server, **fields) for server in (pair.prefill, pair.decode)]
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(SignedRequest.send, legs))
     assert [answer.status_code for answer in answers] == [200, 200]
     assert answers[1].json()["output_ids"] == expected
-    again = asked(pair.decode, **fields, bootstrap_signature=signed)
-    assert again.status_code == 403
+    again = legs[1].send()
+    assert again.status_code == 401
     assert "used before" in again.json()["error"]["message"]
+
+
+def test_a_signature_is_of_the_bootstrap_address_in_its_body(pair, secrets):
+    port = pair.prefill.info()["disaggregation"]["bootstrap_port"]
+    request = SignedRequest(secrets / "ours", pair.decode, **named(4712, port))
+    body = json.dumps({"input_ids": PROMPT, "sampling_params": SAMPLING, **named(4712, port, "10.1.2.3")}).encode()
+    assert request.send(body).status_code == CLIENT_LEFT, "a changed body is never whole"
 
 
 def test_open_handovers_are_shown_until_they_end(pair, secrets):
     """One leg alone waits for the other."""
-    signature = BootstrapSignature(RouterKeys.read(str(secrets / "ours")))
     fields = named(99, pair.prefill.info()["disaggregation"]["bootstrap_port"])
-    signed = signature.sign(*fields.values(), time.time())
+    alone = SignedRequest(secrets / "ours", pair.decode, rid="alone", **fields)
 
     def shown(server: Launched) -> dict[str, str]:
         reported = server.client.get(server.url + "/transfers").json()
         return {t["direction"]: t["state"] for t in reported["transfers"] if t["room"] == 99}
 
     with ThreadPoolExecutor(1) as pool:
-        leg = pool.submit(asked, pair.decode, rid="alone", **fields, bootstrap_signature=signed)
+        leg = pool.submit(alone.send)
         wait_until(lambda: shown(pair.decode) == {"receiving": "transferring"}, 10, "the decode has asked")
         wait_until(lambda: shown(pair.prefill) == {"sending": "bootstrapping"}, 10, "the prefill has heard it")
         assert shown(pair.router) == {"receiving": "transferring", "sending": "bootstrapping"}
@@ -108,9 +124,7 @@ def test_an_instance_with_another_secret_gets_nowhere(pair, secrets, tmp_path, t
     with launched(tmp_path, "other", "server", *args) as other:
         other.wait_healthy()
         port = pair.prefill.info()["disaggregation"]["bootstrap_port"]
-        signature = BootstrapSignature(RouterKeys.read(str(tmp_path / "other")))
-        fields = named(5, port)
-        answer = asked(other, **fields, bootstrap_signature=signature.sign(*fields.values(), time.time()))
+        answer = SignedRequest(tmp_path / "other", other, **named(5, port)).send()
         assert answer.status_code == 503
         assert "--cluster-secret-file" in answer.json()["error"]["message"]
         assert "another cluster secret" in pair.prefill.log()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pdserve.runtime.web.apis import PATHS
 from pdserve.runtime.web.paths import GET, AtRouter
 from pdserve.server.http.app import load_endpoint
@@ -14,3 +16,17 @@ ANSWERS = {facts.path: found.answer for facts, found in ENDPOINTS.items() if fou
 STREAMS = {facts.path: found.event for facts, found in ENDPOINTS.items() if found.event}
 """Model of one event of each path with streamed answers."""
 GENERATION_PATHS = tuple(facts.path for facts in PATHS if facts.at_router is AtRouter.GENERATE)
+
+_USER = {"role": "user", "content": "a"}
+GENERATION_BODIES: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "a"},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [_USER]},
+    "/completion": {"prompt": "a"},
+    "/completions": {"prompt": "a"},
+    "/api/generate": {"prompt": "a"},
+    "/api/chat": {"messages": [_USER]},
+    "/v1/messages": {"messages": [_USER], "max_tokens": 9},
+    "/v1/responses": {"input": "a"},
+}
+"""The smallest body of each path that generates."""

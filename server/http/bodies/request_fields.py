@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from ....messages.decode import shown
 from ....messages.sampling import (
@@ -102,18 +102,27 @@ class RequestFields(Body):
     In a batch ``rid``, ``extra_key``, ``bootstrap_host``, ``bootstrap_port`` and ``bootstrap_room`` may be lists. They
     then have one entry a prompt. The others are one value for the whole body, as in SGLang.
 
-    ``bootstrap_signature`` and ``bootstrap_leg`` are a router's. ``extra_key`` keeps cached prefixes of different
-    tenants apart. ``timeout_s``: seconds in which the whole request has to be over. ``user``: the user that it was sent
-    for, which counts with --fair-scheduling.
+    ``bootstrap_leg`` is a router's. ``extra_key`` keeps cached prefixes of different tenants apart. ``timeout_s``:
+    seconds in which the whole request has to be over. ``user``: the user that it was sent for, which counts with
+    --fair-scheduling.
     """
 
     rid: OneOrMany[Rid] | None = None
     bootstrap_host: OneOrMany[Annotated[str, Field(min_length=1, max_length=255)]] | None = None
     bootstrap_port: OneOrMany[Annotated[int, Field(ge=1, le=65535), INTEGRAL] | None] | None = None
     bootstrap_room: OneOrMany[Annotated[int, Field(ge=0, le=INT64_MAX)]] | None = None
-    bootstrap_signature: Annotated[str, Field(pattern=r"^[0-9]{1,12}\.[0-9a-f]{64}$")] | None = None
     bootstrap_leg: Literal["prefill", "decode"] | None = None
     extra_key: OneOrMany[Annotated[str, Field(max_length=1024)]] | None = None
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX), INTEGRAL] = 0
     timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] | None = None
     user: str | None = None
+    _is_signed: bool = PrivateAttr(default=False)
+
+    @property
+    def is_signed(self) -> bool:
+        """Return whether a router or an instance of this cluster has signed the request that these fields came in."""
+        return self._is_signed
+
+    def mark_signed(self) -> None:
+        """Note that the request has a valid signature, which covers its body."""
+        self._is_signed = True

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
+from support.endpoints import GENERATION_BODIES, GENERATION_PATHS
 from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.runtime import cluster_secret
@@ -28,6 +29,7 @@ from pdserve.runtime.web.cluster_auth import (
     SIGNATURE_HEADER,
     ClusterClient,
     ClusterServer,
+    Signed,
     digest_of,
 )
 from pdserve.runtime.web.keys import KEY_NAME_HEADER, Keys
@@ -158,6 +160,53 @@ def test_an_instance_that_can_remember_no_more_signatures_refuses_and_forgets_no
         assert await ask(engine, "/health_generate", b"alice", body=b"", method="GET") == 503
 
     with_engine(run, **files)
+
+
+@pytest.mark.parametrize("path", GENERATION_PATHS)
+def test_bootstrap_addresses_are_followed_if_a_router_has_signed_the_request(path: str, files: dict[str, str]) -> None:
+    named = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
+    body = orjson.dumps({**GENERATION_BODIES[path], "stream": False, **named})
+
+    async def run(engine: FakeEngine) -> None:
+        signature = client().sign(EPOCH.encode(), "POST", path, ALICE, digest(body), time.time())
+        signed = {name.decode(): value.decode() for name, value in (*ALICE, signature)}
+        for headers, refused in ((signed, False), ({"authorization": "Bearer a-key"}, True)):
+            async with engine.http(**headers) as http:
+                await http.post(path, content=body)
+            where = engine.requests[-1].bootstrap
+            assert where is not None
+            assert (where.host, where.room, "only a router" in where.refusal) == ("10.0.0.1", 7, refused)
+
+    with_engine(run, handover="on", **files)
+
+
+@pytest.mark.parametrize("seconds", [1, 100_000])
+def test_after_a_jump_of_the_clock_and_back_requests_pass_and_none_does_twice(seconds: int) -> None:
+    """The clocks of router and instance jump together, as they do on one host."""
+    here, jump = 1000.0, 86_400
+    instance = ClusterServer(ClusterSecret((OURS,)), EPOCH, "0.0.0.0", 30000, monotonic=lambda: here)
+    asking = client()
+
+    def sign(wall: float) -> bytes:
+        return asking.sign(EPOCH.encode(), "POST", "/generate", ALICE, digest(BODY), wall)[1]
+
+    def passes(signature: bytes, wall: float) -> bool:
+        return isinstance(instance.check(signature, "POST", b"/generate", ALICE, wall), Signed)
+
+    before = sign(NOW)
+    assert passes(before, NOW)
+    here += seconds
+    ahead = NOW + jump + seconds
+    during = sign(ahead)
+    assert passes(during, ahead)
+    assert not passes(during, ahead)
+    here += 1
+    back = NOW + seconds + 1
+    assert passes(sign(back), back)
+    assert not passes(before, back)
+    assert not passes(during, back)
+    here += 1
+    assert passes(sign(back + 1), back + 1)
 
 
 def test_only_requests_that_read_may_be_repeated(files: dict[str, str]) -> None:

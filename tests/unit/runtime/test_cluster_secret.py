@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from support.fake_engine import FakeEngine, with_engine
 
@@ -11,7 +9,6 @@ from pdserve.runtime import cluster_secret
 from pdserve.runtime.cluster_secret import (
     FRESH_SECONDS,
     SET_BACK_SECONDS,
-    BootstrapSignature,
     ClusterSecret,
     ClusterSecretError,
     OnceOnly,
@@ -22,7 +19,6 @@ from pdserve.runtime.cluster_secret import (
 from pdserve.runtime.options import OptionError, check_options
 from pdserve.server.http.bodies.request_fields import RequestFields
 from pdserve.server.http.engine.bootstrap_gate import BootstrapGate
-from pdserve.server.http.errors import ApiError
 from pdserve.server.options import ServerOptions
 
 OLD, NEW = "o" * 32, "n" * 40
@@ -68,22 +64,6 @@ def test_a_routers_key_file_is_for_routers_alone(tmp_path):
         RouterKeys.read(str(path))
 
 
-def test_a_signature_counts_once_for_what_it_signed(tmp_path):
-    router, instance = (BootstrapSignature(written(tmp_path, OLD).for_routers()) for _ in range(2))
-    said = ("10.0.0.1", 8998, 7)
-    signature = router.sign(*said, NOW)
-    for other in (("10.0.0.2", 8998, 7), ("10.0.0.1", 8999, 7), ("10.0.0.1", 8998, 8), (["10.0.0.1"], 8998, 7)):
-        assert "not that of a router" in instance.problem(signature, *other, NOW)
-    assert "not that of a router" in instance.problem("1" + signature, *said, NOW)
-    assert instance.problem(signature, *said, NOW) is None
-    for again in (0, 1, FRESH_SECONDS):
-        assert "used before" in instance.problem(signature, *said, NOW + again)
-    assert instance.problem(router.sign("h", 1, 2, NOW), "h", 1, 2, NOW + FRESH_SECONDS) is None
-    late = router.sign(*said, NOW - FRESH_SECONDS - 1)
-    assert "clocks" in instance.problem(late, *said, NOW)
-    assert "clocks" in instance.problem(router.sign(*said, NOW + FRESH_SECONDS + 1), *said, NOW)
-
-
 class Clock:
     """A monotonic clock that goes when it is told to."""
 
@@ -94,16 +74,15 @@ class Clock:
         return self.now
 
 
-def test_what_was_used_is_forgotten_when_it_is_too_old_anyway(tmp_path):
+def test_what_was_used_is_forgotten_when_it_is_too_old_anyway():
     clock = Clock()
-    router, instance = (BootstrapSignature(written(tmp_path, OLD).for_routers(), clock) for _ in range(2))
-    for i in range(10):
-        assert instance.problem(router.sign("h", 1, i, NOW), "h", 1, i, NOW) is None
-    assert len(instance._used) == 10
+    used = OnceOnly(clock)
+    assert all(used.is_first(f"{i}", NOW, NOW) for i in range(10))
+    assert len(used) == 10
     later = NOW + FRESH_SECONDS + SET_BACK_SECONDS + 1
     clock.now += FRESH_SECONDS + SET_BACK_SECONDS + 1
-    assert instance.problem(router.sign("h", 1, 99, later), "h", 1, 99, later) is None
-    assert len(instance._used) == 1
+    assert used.is_first("99", later, later)
+    assert len(used) == 1
 
 
 def test_no_signature_is_forgotten_while_it_is_fresh_however_many_there_are(monkeypatch):
@@ -141,54 +120,8 @@ def test_a_clock_that_is_set_back_a_little_makes_no_signature_valid_again():
     assert not used.is_first("a", NOW, NOW + FRESH_SECONDS)
 
 
-@pytest.mark.parametrize("seconds", [1, 100_000])
-def test_after_a_jump_of_the_clock_and_back_requests_pass_and_none_does_twice(tmp_path, seconds):
-    """The clocks of router and instance jump together, as they do on one host."""
-    clock, jump = Clock(), 86_400
-    router, instance = (BootstrapSignature(written(tmp_path, OLD).for_routers(), clock) for _ in range(2))
-
-    def ask(wall: float, signature: str = "") -> str | None:
-        return instance.problem(signature or router.sign("h", 1, 2, wall), "h", 1, 2, wall)
-
-    before = router.sign("h", 1, 2, NOW)
-    assert ask(NOW, before) is None
-    clock.now += seconds
-    ahead = NOW + jump + seconds
-    during = router.sign("h", 1, 2, ahead)
-    assert ask(ahead, during) is None
-    assert ask(ahead, during) == "the signature was used before"
-    clock.now += 1
-    back = NOW + seconds + 1
-    assert ask(back) is None
-    assert ask(back, before) is not None
-    assert ask(back, during) is not None
-    clock.now += 1
-    assert ask(back + 1) is None
-
-
-def test_without_memory_for_more_signatures_a_request_is_told_to_come_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(cluster_secret, "MAX_REMEMBERED", 0)
-    (tmp_path / "secret").write_text(OLD)
-    (tmp_path / "secret").chmod(0o600)
-    gate = BootstrapGate(ServerOptions(cluster_secret_file=str(tmp_path / "secret")))
-    signature = BootstrapSignature(written(tmp_path, OLD).for_routers()).sign("h", 8998, 7, time.time())
-    with pytest.raises(ApiError) as refused:
-        gate.refusal(fields("h", signature=signature))
-    assert (refused.value.status, refused.value.code) == (503, "overloaded")
-
-
-def test_a_secret_can_be_changed_while_requests_come(tmp_path):
-    old, both, turned, new = (written(tmp_path, *lines) for lines in ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,)))
-    for i, (router, instance) in enumerate(((old, both), (both, old), (both, turned), (turned, both), (turned, new))):
-        signature = BootstrapSignature(router.for_routers()).sign("h", 1, i, NOW)
-        assert BootstrapSignature(instance.for_routers()).problem(signature, "h", 1, i, NOW) is None
-    assert BootstrapSignature(new.for_routers()).problem(
-        BootstrapSignature(old.for_routers()).sign("h", 1, 1, NOW), "h", 1, 1, NOW
-    )
-
-
-def fields(host, port=8998, signature=None) -> RequestFields:
-    return RequestFields(bootstrap_host=host, bootstrap_port=port, bootstrap_room=7, bootstrap_signature=signature)
+def fields(host, port=8998) -> RequestFields:
+    return RequestFields(bootstrap_host=host, bootstrap_port=port, bootstrap_room=7)
 
 
 def gate(**options) -> BootstrapGate:
@@ -224,7 +157,10 @@ def test_with_a_secret_only_what_a_router_signed_is_followed(tmp_path):
     (tmp_path / "secret").write_text(OLD)
     guarded = gate(cluster_secret_file=str(tmp_path / "secret"))
     assert "only a router" in guarded.refusal(fields("127.0.0.1"))
-    assert "not that of a router" in guarded.refusal(fields("127.0.0.1", signature=f"5.{'0' * 64}"))
+    signed = fields("127.0.0.1")
+    signed.mark_signed()
+    assert guarded.refusal(signed) == ""
+    assert gate().refusal(signed.model_copy(update={"bootstrap_host": "10.0.0.1"})), "no secret, no signature"
 
 
 def test_an_instance_without_a_secret_follows_any_address(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import BaseModel
-from support.endpoints import ENDPOINTS, GENERATION_PATHS
+from support.endpoints import ENDPOINTS, GENERATION_BODIES, GENERATION_PATHS
 from support.fake_engine import FakeEngine, with_engine
 from support.machine import limit
 
@@ -23,17 +23,6 @@ from pdserve.runtime.web.paths import PathFacts
 
 QWEN = 'tools <tool_call>{"name": .., "arguments": ..}</tool_call> <think></think>'
 USER = {"role": "user", "content": "a"}
-BODIES: dict[str, dict[str, Any]] = {
-    "/generate": {"text": "a"},
-    "/v1/completions": {"prompt": "a"},
-    "/v1/chat/completions": {"messages": [USER]},
-    "/completion": {"prompt": "a"},
-    "/completions": {"prompt": "a"},
-    "/api/generate": {"prompt": "a"},
-    "/api/chat": {"messages": [USER]},
-    "/v1/messages": {"messages": [USER], "max_tokens": 9},
-    "/v1/responses": {"input": "a"},
-}
 PROMPT_FIELDS = {
     "/generate": "text",
     "/v1/chat/completions": "messages",
@@ -70,7 +59,7 @@ def fields_of(path: str, body: bytes) -> dict[str, Any]:
 
 async def opened(engine: FakeEngine, path: str, text: str, body: dict[str, Any]) -> asyncio.Task[httpx.Response]:
     """Begin a stream with ``text``, which its client has been sent."""
-    asking = asyncio.create_task(engine.post(path, {**BODIES[path], "stream": True, **body}))
+    asking = asyncio.create_task(engine.post(path, {**GENERATION_BODIES[path], "stream": True, **body}))
     await engine.wait_for(lambda: bool(engine.requests))
     (request,) = engine.requests
     engine.client.dispatch([TextBatch([engine.text(request, text, [7])])])
@@ -82,7 +71,7 @@ async def opened(engine: FakeEngine, path: str, text: str, body: dict[str, Any])
 
 
 def test_every_path_that_generates_is_here() -> None:
-    assert BODIES.keys() == set(GENERATION_PATHS)
+    assert GENERATION_BODIES.keys() == set(GENERATION_PATHS)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -91,9 +80,9 @@ def test_an_error_before_the_first_token_has_its_status_and_the_apis_shape(path:
     async def run(engine: FakeEngine) -> None:
         engine.errors = [ReqError("", 400, "too long", field="text", code=TOO_LONG)]
         body = (
-            {**BODIES[path], "stream": stream, "store": False}
+            {**GENERATION_BODIES[path], "stream": stream, "store": False}
             if path == "/v1/responses"
-            else {**BODIES[path], "stream": stream}
+            else {**GENERATION_BODIES[path], "stream": stream}
         )
         answer = await engine.post(path, body)
         assert answer.status_code == 400
@@ -110,7 +99,7 @@ def test_an_error_before_the_first_token_has_its_status_and_the_apis_shape(path:
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 def test_a_field_of_the_wrong_type_is_refused_in_the_apis_shape(path: str) -> None:
     async def run(engine: FakeEngine) -> None:
-        answer = await engine.post(path, {**BODIES[path], "stream": "yes"})
+        answer = await engine.post(path, {**GENERATION_BODIES[path], "stream": "yes"})
         error = fields_of(path, answer.content)
         assert (answer.status_code, error["param"], error["status"]) == (400, "stream", 400)
         assert not engine.requests
@@ -209,7 +198,7 @@ def test_no_text_and_no_arguments_of_a_call_are_logged(
     path: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run(engine: FakeEngine) -> httpx.Response:
-        asking = asyncio.create_task(engine.post(path, {**BODIES[path], **CALLS[path], "stream": stream}))
+        asking = asyncio.create_task(engine.post(path, {**GENERATION_BODIES[path], **CALLS[path], "stream": stream}))
         await engine.wait_for(lambda: bool(engine.requests))
         item = engine.text(engine.requests[0], OUTPUT, [7], FinishType.STOP)
         engine.client.dispatch([TextBatch([item])])
@@ -230,7 +219,7 @@ def test_what_a_refused_body_holds_is_not_logged(path: str, field: str, caplog: 
     wrong = [SECRET, {"role": SECRET, "type": SECRET, "content": {"arguments": SECRET}}]
 
     async def run(engine: FakeEngine) -> httpx.Response:
-        return await engine.post(path, {**BODIES[path], **CALLS[path], name: wrong})
+        return await engine.post(path, {**GENERATION_BODIES[path], **CALLS[path], name: wrong})
 
     with caplog.at_level(logging.DEBUG):
         response = with_engine(run, template=QWEN)
