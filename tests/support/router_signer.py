@@ -13,7 +13,7 @@ from pdserve.runtime.web.keys import KEY_NAME_HEADER
 
 
 class RouterSigner:
-    """Signs requests to the instances of the cluster whose secret or router key is in a file."""
+    """Signs requests to instances by the cluster secret or the router key in a file."""
 
     def __init__(self, secret_file: str) -> None:
         keys = RouterKeys.read(secret_file)
