@@ -14,6 +14,7 @@ from support.served_model import ServedModel
 from pdserve.messages.base import pack_i32
 from pdserve.messages.outputs import ReqTokens
 from pdserve.messages.readout import Readout, ReadoutKind, ReadoutSpec
+from pdserve.messages.requests import AbortReq
 from pdserve.messages.worker import ForwardStep
 from pdserve.model_runner.batch.step_plan import StepPlan, plan_step
 from pdserve.model_runner.readouts.reader import ReadoutMaker, packed
@@ -97,6 +98,30 @@ def test_the_last_token_uses_the_prefix_cache_and_the_mean_computes_all(tmp_path
     assert [end_of(served, rid).meta.cached_tokens for rid in ("mean", "last", "again")] == [0, 44, 0]
     np.testing.assert_allclose(normalised(found), expected(model, tokens, LAST), atol=1e-5, rtol=0)
     np.testing.assert_allclose(again, first, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_prompt_that_begins_again_has_its_own_mean(is_aborted: bool, tmp_path: Path) -> None:
+    """Its row, or that of an aborted request, has the sum of a first piece by then."""
+    model = make_reference("llama")
+    model.save_pretrained(tmp_path)
+    served = ServedModel(tmp_path, chunked_prefill_size=CHUNK, max_running_requests=1)
+    prompts = {"a": draw(45, 8), "b": draw(45, 9)}
+    for rid, tokens in prompts.items():
+        served.submit(rid, tokens, max_new_tokens=1, readout=MEAN)
+    served.plan()
+    assert served.work()
+    (first,) = (req for req in served.scheduler.reqs.values() if req.hold is not None)
+    assert 0 < first.computed < first.prompt_len
+    if is_aborted:
+        served.scheduler.abort(AbortReq(first.rid))
+        del prompts[first.rid]
+    else:
+        served.scheduler.planner.retraction.retract(first, served.now)
+    served.run_until_idle()
+    for rid, tokens in prompts.items():
+        found = np.frombuffer(end_of(served, rid).prompt.readout, "<f4")
+        np.testing.assert_allclose(normalised(found), expected(model, tokens, MEAN), atol=1e-5, rtol=0)
 
 
 def test_generating_requests_go_on_beside_embeddings(tmp_path: Path) -> None:
