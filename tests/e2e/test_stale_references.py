@@ -18,6 +18,9 @@ TOKENS = 8
 WAIT_SECONDS = 5
 """Time that either side waits for the other; on a busy machine one may be late by a second."""
 
+# test_handover_rooms.py, a unit test, has each kind by messages, and simulated pairs (test_world.py) have all orders.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, tiny_args):

@@ -20,9 +20,9 @@ def remember_builtins() -> None:
     def replace(package: Any, *rest: Any) -> None:
         if package not in names:
             names[package] = [name for name, member in inspect.getmembers(package) if is_builtin(member)]
-        for name in names[package]:
-            member = getattr(package, name)
-            if is_builtin(member):  # a call by another kernel's function finds them replaced
-                interpreter._patch_attr(package, name, member, *rest)
+        # A launch replaces all of them and restores all: a function of another kernel finds them replaced.
+        if names[package] and is_builtin(getattr(package, names[package][0])):
+            for name in names[package]:
+                interpreter._patch_attr(package, name, getattr(package, name), *rest)
 
     interpreter._patch_builtin = replace

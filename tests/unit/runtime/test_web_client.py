@@ -349,6 +349,7 @@ def test_tls_is_spoken_with_servers_that_are_known(monkeypatch: pytest.MonkeyPat
         async with serving(say_ok, tls) as (server, client):
             return (await client.fetch("GET", server.url, "/")).body
 
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     with pytest.raises(CannotConnect, match="certificate"):
         asyncio.run(ask())
     monkeypatch.setenv("SSL_CERT_FILE", str(PEM))
