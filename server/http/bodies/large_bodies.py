@@ -23,6 +23,8 @@ MAX_PIECES = 1 << 14
 """Maximum number of lists and objects in a body that is parsed in pieces. More take longer in pieces than at once."""
 MAX_TOKEN_IDS = 1 << 20
 """Maximum number of token ids in one body: checking them takes some 60 ms, in one piece."""
+ID_FIELDS = ("input_ids", "prompt", "tokens", "input", "items", "query")
+"""Fields that may hold token ids, in the bodies of any path."""
 MAX_TEXT_PARTS = 1 << 14
 """Maximum number of text parts in all messages of one body."""
 
@@ -54,11 +56,12 @@ def check_amount(content: dict[str, Any]) -> None:
 
     The limits are ``MAX_TOKEN_IDS`` and ``MAX_TEXT_PARTS``.
     """
-    for name in ("input_ids", "prompt", "tokens"):
+    for name in ID_FIELDS:
         value = content.get(name)
-        if isinstance(value, list) and value and not isinstance(value[0], str):
-            is_batch = isinstance(value[0], list)
-            ids = sum(len(entry) for entry in value if isinstance(entry, list)) if is_batch else len(value)
+        if isinstance(value, list) and value:
+            # A batch may have texts beside lists of ids.
+            is_one = isinstance(value[0], int)
+            ids = len(value) if is_one else sum(len(entry) for entry in value if isinstance(entry, list))
             if ids > MAX_TOKEN_IDS:
                 text = (
                     f"{name}: {ids} token ids in one body, the limit is {MAX_TOKEN_IDS}; send fewer prompts at a time"

@@ -31,7 +31,7 @@ async def completion(request: Request) -> Response:
     limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
     body = named(request, timed(request, body))
     plans = await state.aside.run(len(prompts) > LARGE_BATCH, lambda: plan_completion(body, prompts, state))
-    shown = [settings(body, plan, state.model.name, limits.context_length) for plan in plans]
+    shown = settings(body, plans, state.model.name, limits.context_length)
     renderer = CompletionRenderer(body, plans, shown, state.model.name)
     group = body.rid if isinstance(body.rid, str) else None
     return EngineResponse(state.engine, plans, renderer, stream=body.stream, group=group)

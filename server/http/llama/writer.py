@@ -12,13 +12,13 @@ from ..generation.engine_response import event
 from .schemas import LlamaBody
 
 
-def settings(body: LlamaBody, plan: PromptPlan, model: str, context_length: int) -> dict[str, Any]:
-    """Return ``generation_settings``: how the tokens of a prompt's answers are chosen.
+def settings(body: LlamaBody, plans: Sequence[PromptPlan], model: str, context_length: int) -> list[dict[str, Any]]:
+    """Return ``generation_settings`` of each prompt: how the tokens of its answers are chosen.
 
-    ``model``: name that answers report.
+    ``model``: name that answers report. Only the seeds differ. Thousands of biases are listed once for all prompts.
     """
-    sampling = plan.sampling
-    return {
+    sampling = plans[0].sampling
+    shared = {
         "n_predict": body.n_predict,
         "n_ctx": context_length,
         "model": model,
@@ -37,6 +37,7 @@ def settings(body: LlamaBody, plan: PromptPlan, model: str, context_length: int)
         "grammar": body.grammar,
         "stream": body.stream,
     }
+    return [shared | {"seed": plan.sampling.seed} for plan in plans]
 
 
 class CompletionRenderer:

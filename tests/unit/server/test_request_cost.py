@@ -25,8 +25,11 @@ from pdserve.server.http.bodies import large_bodies
 from pdserve.server.http.bodies.large_bodies import MAX_TEXT_PARTS, MAX_TOKEN_IDS, parse_in_pieces
 from pdserve.server.http.bodies.tool_fields import MAX_TOOL_CALLS
 from pdserve.server.http.engine import request_batch
+from pdserve.server.http.engine.plan import Prompt, PromptPlan
 from pdserve.server.http.engine.request_batch import SLICE_CHOICES
 from pdserve.server.http.generation import engine_response
+from pdserve.server.http.llama.schemas import LlamaBody
+from pdserve.server.http.llama.writer import settings
 from pdserve.server.http.parsing import parse_json
 from pdserve.server.prompt_encoder import MissingTemplate
 from pdserve.server.request_tokenizer import RequestTokenizer
@@ -130,6 +133,16 @@ def test_what_a_router_drops_of_a_prefill_is_not_made(leg: Any, has_prompt: bool
 
 
 # --- the event loop ---
+
+
+def test_the_biases_of_a_batch_are_listed_once() -> None:
+    """4,096 lists of 1,024 biases would hold up the event loop for seconds."""
+    body = LlamaBody(prompt=["a", "b"], logit_bias={"5": 1.0})
+    samplings = [SamplingParams(seed=seed, logit_bias={5: 1.0}) for seed in (3, 4)]
+    plans = [PromptPlan(Prompt(text="a"), sampling, 1, "r", True, None, None, "") for sampling in samplings]
+    first, second = settings(body, plans, "m", 512)
+    assert (first["seed"], second["seed"], first["logit_bias"]) == (3, 4, [[5, 1.0]])
+    assert first["logit_bias"] is second["logit_bias"]
 
 
 def test_a_batch_of_thousands_is_made_ready_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +274,10 @@ def test_many_small_objects_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch) 
     [
         ("/generate", {"input_ids": [[1] * (MAX_TOKEN_IDS // 4)] * 5}),
         ("/v1/completions", {"prompt": [[1] * (MAX_TOKEN_IDS // 4)] * 5}),
+        ("/completion", {"prompt": ["a", *[[1] * (MAX_TOKEN_IDS // 4)] * 5]}),
+        ("/v1/embeddings", {"input": [[1] * (MAX_TOKEN_IDS // 4)] * 5}),
+        ("/v1/score", {"query": [1], "items": [[1] * (MAX_TOKEN_IDS // 4)] * 5, "label_token_ids": [1]}),
+        ("/v1/score", {"query": [1] * (MAX_TOKEN_IDS + 1), "items": [[1]], "label_token_ids": [1]}),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * (MAX_TEXT_PARTS // 4)}] * 5},
