@@ -85,6 +85,9 @@ class SessionFeature(Feature):
         if req is not None and req.route is Route.OUTGOING:
             text = f"request {ask.rid!r} is computed for another instance; ask that one, which answers it"
             return RefusedAnswer(409, text)
+        if known.msg.readout.is_wanted:
+            text = f"request {ask.rid!r} reads a vector from its prompt, and has no answer that could go on"
+            return RefusedAnswer(409, text)
         if known.weight > MAX_ENDED_TOKENS:
             text = "the request has more tokens or logprobs than a session holds; ask for fewer top_logprobs"
             return RefusedAnswer(413, text)

@@ -10,6 +10,7 @@ from support.sim import SimInstance, make_generate, make_options
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens
 from pdserve.messages.readout import Readout, ReadoutSpec
 from pdserve.messages.requests import Bootstrap
+from pdserve.messages.sessions import SnapshotReq
 from pdserve.messages.worker import ForwardStep
 
 MEAN, LAST, LABELS = Readout("mean"), Readout("last"), Readout("labels", (5, 7))
@@ -71,6 +72,17 @@ def test_a_request_that_moves_from_elsewhere_is_refused() -> None:
     sim = SimInstance()
     msg = make_generate("a", range(4), max_new_tokens=2, readout=MEAN)
     assert "stays where it is" in sim.scheduler.arrivals.admit_moved(msg, np.zeros(0, np.int32), 2)
+
+
+def test_a_request_without_an_answer_is_not_saved() -> None:
+    sim = SimInstance()
+    sim.submit("a", range(40), max_new_tokens=1, readout=MEAN)
+    sim.plan()
+    sim.tell(SnapshotReq("a", True, 1e10, id=1))
+    sim.run_until_idle()
+    sim.tell(SnapshotReq("a", True, 1e10, id=2))
+    sim.run_until_idle()
+    assert [(answer.status, "no answer" in answer.text) for answer in sim.answers] == [(409, True)] * 2
 
 
 def test_a_label_outside_the_vocabulary_is_refused() -> None:

@@ -28,6 +28,7 @@ from pdserve.server.http.engine import request_batch
 from pdserve.server.http.engine.plan import Prompt, PromptPlan
 from pdserve.server.http.engine.request_batch import SLICE_CHOICES
 from pdserve.server.http.generation import engine_response
+from pdserve.server.http.llama.completion import MAX_REPEATED
 from pdserve.server.http.llama.schemas import LlamaBody
 from pdserve.server.http.llama.writer import settings
 from pdserve.server.http.parsing import parse_json
@@ -301,6 +302,21 @@ def test_more_than_can_be_checked_at_once_is_a_413(path: str, body: dict[str, An
     response = with_engine(lambda engine: engine.post(path, body))
     assert response.status_code == 413
     assert "the limit is" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("prompt", "grammar"), [("a", 'root ::= "a"\n# ' + "x" * 60_000), ("a" * 40_000, "")])
+def test_what_all_answers_to_a_body_repeat_is_limited(prompt: str, grammar: str) -> None:
+    """Each answer of ``/completion`` has its prompt and its settings."""
+    body = {"prompt": [prompt] * 30, "grammar": grammar}
+
+    async def check(engine: FakeEngine) -> None:
+        refused = await engine.post("/completion", {**body, "n_cmpl": 64})
+        assert refused.status_code == 413
+        assert f"the limit is {MAX_REPEATED}" in refused.json()["error"]["message"]
+        assert not engine.sent
+        assert (await engine.post("/completion", body)).status_code == 200
+
+    with_engine(check)
 
 
 # --- the tokenizer ---
