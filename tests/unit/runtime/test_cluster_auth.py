@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
-from support.endpoints import GENERATION_BODIES, GENERATION_PATHS
+from support.endpoints import ENDPOINTS, GENERATION_BODIES, GENERATION_PATHS
 from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.runtime import cluster_secret
@@ -33,7 +33,7 @@ from pdserve.runtime.web.cluster_auth import (
     digest_of,
 )
 from pdserve.runtime.web.keys import KEY_NAME_HEADER, Keys
-from pdserve.runtime.web.paths import Server
+from pdserve.runtime.web.paths import AtRouter, Server
 
 OURS, THEIRS = b"o" * 32, b"t" * 40
 EPOCH, NOW = "e1", 1_000_000.0
@@ -474,3 +474,11 @@ def test_a_long_body_is_hashed_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> N
         threads.clear()
         assert asyncio.run(digest_of([body[:9], memoryview(body)[9:]])) == digest(body)
         assert len(threads) == aside
+
+
+def test_bodies_that_a_router_signs_unread_have_no_bootstrap_fields() -> None:
+    """It removes clients' fields where it chooses instances, and passes other bodies on as they are."""
+    named = {facts for facts, found in ENDPOINTS.items() if found.body and "bootstrap_host" in found.body.model_fields}
+    unread = {facts.path for facts in named if facts.at_router in (AtRouter.ASK_ONE, AtRouter.OWN)}
+    assert len(named) > len(GENERATION_PATHS)
+    assert not unread
