@@ -165,7 +165,10 @@ class ChainDecoders(DecoderFactory):
         return decoder
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the token's text in UTF-8, decoded by itself. Special tokens are included."""
+        """Return the token's text in UTF-8, decoded by itself. Special tokens are included.
+
+        A token that is a part of a character gives U+FFFD.
+        """
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 

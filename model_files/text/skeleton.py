@@ -27,7 +27,7 @@ class Numbers:
     def make(self, index: int) -> str:
         """Return the digits that take the place of text ``index`` of a conversation.
 
-        Negative indices count from the end of the range, so that they differ from those of all texts.
+        Indices are taken modulo 10 to the power of ``_DIGITS``. So negative ones give digits that no text has.
         """
         return f"{self._prefix}{index % 10**_DIGITS:0{_DIGITS}}"
 

@@ -275,9 +275,10 @@ def _softmax_with_sinks(scores_BKGTS: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _causal_mask(width: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a mask [QUERY_BLOCK, width] to add to scores, in which the last query sees every key of its window.
+    """Return a mask [QUERY_BLOCK, width] to add to scores: 0 for keys that a query sees, -inf for the others.
 
-    Each earlier query sees one key less. The lower right corner of any size masks a block of that many queries over
+    The last query sees the last ``window`` keys, or all without a window. That of each earlier query ends, and begins,
+    one key earlier. The lower right corner of any size masks a block of that many queries over
     that many keys.
     """
     width = max(width, QUERY_BLOCK)

@@ -56,7 +56,8 @@ class DoubleSparsityAttention(TorchAttention):
     def __init__(self, pool: SparseTokenToKVPool, dtype: torch.dtype, heavy_tokens: int, threshold: int = 0) -> None:
         """Set up sparse attention over ``pool``, in which a generated token attends to ``heavy_tokens`` tokens.
 
-        Rows of at most ``threshold`` tokens attend in full.
+        Rows of at most ``threshold`` tokens attend in full. ``dtype``: type that keys and
+        values are converted to.
         """
         super().__init__([pool], dtype)
         self._labelled = pool

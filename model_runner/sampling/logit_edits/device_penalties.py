@@ -113,6 +113,9 @@ class SeenRows(RowsEdit):
         logits_NV.index_copy_(0, self._at_M, torch.where(counts_MV >= 0, new_MV, old_MV))
 
     def count(self, tokens_N: Tensor) -> None:
-        """Queue counting the chosen tokens as output of the penalised rows, on the device."""
+        """Queue counting the chosen tokens as output of the penalised rows, on the device.
+
+        ``tokens_N``: the token that each of the batch's N rows has chosen. Rows without penalties are skipped.
+        """
         where = (self._places_M, tokens_N.index_select(0, self._at_M))
         self._seen.counts[where] = self._seen.counts[where].clamp(min=0) + 1

@@ -131,8 +131,8 @@ class MovedAnswers:
         """Return the submission of the moved answer that ``ticket`` names, and no longer keep it for a client.
 
         Wait up to ``ARRIVAL_SECONDS`` if the answer has not arrived. By the ticket, its deltas leave out what the
-        client has received. ``plan`` gives its name, and whether output is wanted. Raises ``ApiError`` 404 if there is
-        no such answer.
+        client has received. ``plan`` gives its name, and whether output is wanted. ``streaming``: it is sent in deltas.
+        ``keeps_sent``: what a delta has returned is kept, too. Raises ``ApiError`` 404 if there is no such answer.
         """
         if ticket.key not in self._parked and self._keys.is_genuine(ticket.key):
             awaited = self._awaited.setdefault(ticket.key, asyncio.Event())

@@ -59,9 +59,10 @@ async def old_embeddings(request: Request) -> Response:
 
 
 def loaded(body: ReadoutBody, answer: dict[str, Any]) -> Response:
-    """Return the answer to a body without a text, by which clients load a model ahead of time.
+    """Return ``answer`` as the response to a body without a text, by which clients load a model ahead of time.
 
-    Raises ``ApiError`` 400 if the body has no model either.
+    ``answer``: the whole JSON, without an embedding. Nothing is loaded, as the model is there. Raises ``ApiError`` 400
+    if the body has no model either.
     """
     if not body.model:
         raise bad_request("model", "is required")
