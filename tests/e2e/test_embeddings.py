@@ -33,7 +33,11 @@ class Served(NamedTuple):
         return [self.pair.router, self.pair.decode]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
+@pytest.fixture(
+    scope="module",
+    # Each starts a pair. One of each pooling is fast; unit tests compare the other families' passes.
+    params=[pytest.param(case, id="-".join(case), marks=[pytest.mark.slow] * (i > 1)) for i, case in enumerate(CASES)],
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family, pooling = request.param
     tmp = tmp_path_factory.mktemp(family)
