@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import msgspec
 
 from ..messages.readout import Pooling
-from .errors import ModelError, brief
+from .errors import ModelError, brief, shortened
 from .json_file import BROKEN_JSON, read_json_object
 from .model_path import ModelSource
 
@@ -16,7 +16,16 @@ MODES: dict[str, Pooling] = {"pooling_mode_mean_tokens": "mean", "pooling_mode_l
 """Pooling by the field of a Pooling module's configuration."""
 KNOWN_MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
 """Modules that are served. Embeddings are always normalised."""
+MAX_NAME = 255
+"""Characters of a folder's name; no file system has longer ones."""
 ADVICE = "name the pooling by --pooling mean or --pooling last"
+
+
+class _Module(msgspec.Struct):
+    """One entry of ``modules.json``. ``path``: the folder of its configuration."""
+
+    type: str = ""
+    path: str = ""
 
 
 def read_pooling(source: ModelSource) -> Pooling:
@@ -28,17 +37,27 @@ def read_pooling(source: ModelSource) -> Pooling:
     if source.kind == "gguf" or not file.is_file():
         return "last"
     try:
-        modules = msgspec.json.decode(file.read_bytes(), type=list[dict[str, Any]])
+        modules = msgspec.json.decode(file.read_bytes(), type=list[_Module])
     except BROKEN_JSON as e:
         raise ModelError(f"{file} can't be read: {brief(e)}; correct it, or {ADVICE}") from e
-    kinds = {str(module.get("type", "")).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
-    if unknown := sorted(kinds.keys() - KNOWN_MODULES):
-        raise ModelError(f"{file}: modules of type {', '.join(unknown)} are not served; to leave them out, {ADVICE}")
-    if "Pooling" not in kinds:
+    folders = {module.type.rpartition(".")[2]: module.path for module in modules}
+    if unknown := sorted(folders.keys() - KNOWN_MODULES):
+        kinds = shortened(", ".join(unknown))
+        raise ModelError(f"{file}: modules of type {kinds} are not served; to leave them out, {ADVICE}")
+    if "Pooling" not in folders:
         return "last"
-    config_file = source.path / kinds["Pooling"] / "config.json"
+    config_file = _config_file(file, folders["Pooling"])
     config = read_json_object(config_file, ModelError)
     asked = sorted(name for name, value in config.items() if name.startswith("pooling_mode_") and value is True)
     if len(asked) != 1 or asked[0] not in MODES:
-        raise ModelError(f"{config_file} asks for {' and '.join(asked) or 'no pooling'}, which is not served; {ADVICE}")
+        names = shortened(" and ".join(asked)) or "no pooling"
+        raise ModelError(f"{config_file} asks for {names}, which is not served; {ADVICE}")
     return MODES[asked[0]]
+
+
+def _config_file(modules: Path, folder: str) -> Path:
+    """Return the configuration in a module's ``folder``. Raises ``ModelError`` unless that lies beside ``modules``."""
+    is_plain = Path(folder).name == folder != ".." and folder.isprintable() and len(folder) <= MAX_NAME
+    if not is_plain:
+        raise ModelError(f"{modules} names the folder {shortened(repr(folder))}: give one beside it, or {ADVICE}")
+    return modules.parent / folder / "config.json"

@@ -21,6 +21,7 @@ from pdserve.model_files.model_impl import ModelImpl, choose_model_impl
 from pdserve.model_files.model_limits import read_limits
 from pdserve.model_files.model_path import ModelSource
 from pdserve.model_files.packed_names import packing_of
+from pdserve.model_files.pooling import read_pooling
 from pdserve.model_files.sampling_defaults import read_sampling_defaults
 from pdserve.model_files.spec_reader import read_spec
 from pdserve.model_files.text.chat_template import ChatTemplates
@@ -116,6 +117,22 @@ class GenerationReader(JsonReader):
         """See ``Reader``."""
         read_sampling_defaults(ModelSource("hf", self.folder))
         find_eos_ids(self.folder, 1)
+
+
+class ModulesReader(JsonReader):
+    """modules.json: the pooling of embeddings."""
+
+    name = "modules.json"
+    contents = (samples.MODULES,)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        (folder / "1_Pooling").mkdir(exist_ok=True)
+        samples.write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True})
+
+    def read(self) -> None:
+        """See ``Reader``."""
+        read_pooling(ModelSource("hf", self.folder))
 
 
 class TokenizerConfigReader(JsonReader):
@@ -286,6 +303,7 @@ class GGUFReader(WeightsReader):
 READERS: dict[str, type[Reader]] = {
     "config": ConfigReader,
     "generation-config": GenerationReader,
+    "modules": ModulesReader,
     "tokenizer": TokenizerReader,
     "tokenizer-config": TokenizerConfigReader,
     "template": TemplateReader,

@@ -98,6 +98,11 @@ OTHER_CONFIGS = (
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"},
     },
 )
+MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+]
 GENERATION = {
     "temperature": 0.6,
     "top_p": 0.95,

@@ -52,6 +52,13 @@ def test_the_pooling_module_decides(mode: str, pooling: str, tmp_path: Path) -> 
         ([TRANSFORMER, POOLING, DENSE], {"pooling_mode_mean_tokens": True}, "Dense"),
         ("{", None, "modules.json"),
         ([TRANSFORMER, POOLING], None, "config.json"),
+        ([POOLING | {"path": "../other"}], None, r"names the folder '\.\./other'"),
+        ([POOLING | {"path": ".."}], None, r"names the folder '\.\.'"),
+        ([POOLING | {"path": "/etc"}], None, "names the folder '/etc'"),
+        ([POOLING | {"path": "a\0b"}], None, "names the folder"),
+        ([POOLING | {"path": "a" * 300}], None, "names the folder"),
+        ([POOLING | {"path": 7}], None, "modules.json"),
+        ([{"type": "x" * 3000}], None, "are not served"),
     ],
 )
 def test_what_is_not_served_is_named_with_the_option(
