@@ -176,6 +176,8 @@ class Req:
     """Prefix that is in host memory and not yet in the pool; None if there is none."""
     restored: bool = False
     """Whether it continues a session."""
+    failed_with: int = 0
+    """HTTP status that its client got when it failed here; 0 if it has not failed."""
     elsewhere: bool = False
     """Whether another instance still has the request: it is migrating here, or only its KV is.
 

@@ -170,6 +170,7 @@ class Scheduler:
             return
         self.send_output(req)
         self.leave(req, ReqState.FAILED)
+        req.failed_with = status
         self.outbox.error(ReqError(req.rid, status, message, kind, code=code, route=req.reported_route))
 
     def leave(self, req: Req, state: ReqState) -> None:
@@ -294,8 +295,9 @@ class Scheduler:
             if req.is_ended:
                 continue
             if req.msg.sampling.grammar is not None:
-                self.fail(req, 400, f"{req.msg.sampling.grammar.field} became too complex: no token can follow")
-                self.handovers.cancel(req, "its grammar allows no token")
+                text = f"{req.msg.sampling.grammar.field} became too complex: no token can follow"
+                self.fail(req, 400, text)
+                self.handovers.cancel(req, text)
                 continue
             log.error("the model's logits are not finite", extra={"rid": req.rid})
             self.fail(req, 500, "the model produced logits that are not finite for this prompt")

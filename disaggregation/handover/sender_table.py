@@ -305,7 +305,9 @@ class SenderTable:
         """
         sender = self._rooms.of(req)
         if sender is not None:
-            self._rooms.drain(sender, 499 if req.state is ReqState.ABORTED else 500, reason)
+            # Its client may hear of it from either instance: both must say the same.
+            status = 499 if req.state is ReqState.ABORTED else req.failed_with or 500
+            self._rooms.drain(sender, status, reason)
 
     def on_too_long(self, peer: Peer, msg: FirstToken) -> None:
         """Fail the hand-over of a ``FirstToken`` that was not sent: its logprobs exceed the peer's frame limit."""

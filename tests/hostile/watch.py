@@ -6,6 +6,9 @@ import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from support.machine import limit
 
 from .cluster import Cluster, Usage
 
@@ -95,8 +98,10 @@ class Vitals:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self.start: dict[str, Usage] = cluster.usage()
+        self.start: dict[str, Usage] = {name: used for name, used in cluster.usage().items() if not _has_no_title(name)}
         self.peak: dict[str, int] = {name: usage.rss for name, usage in self.start.items()}
+        self._untitled: dict[int, float] = {}
+        """When each process without a title was seen first, by its pid."""
 
     def check(self) -> list[str]:
         """Return what is wrong now: processes that ended or came, and memory."""
@@ -106,8 +111,9 @@ class Vitals:
             for name, usage in self.start.items()
             if (name not in now or now[name].pid != usage.pid) and not name.startswith(REPLACED)
         ]
-        new = (name for name in now.keys() - self.start.keys() if not name.startswith(REPLACED))
-        problems += [f"{name} was started" for name in new]
+        for name in now.keys() - self.start.keys():
+            if not name.startswith(REPLACED) and not self._is_starting(name, now[name].pid):
+                problems.append(f"{name} was started")
         for name in now.keys() - self.start.keys():
             if now[name].rss > REPLACED_BYTES:
                 problems.append(f"{name} holds {now[name].rss >> 20} MiB")
@@ -117,6 +123,13 @@ class Vitals:
             if grown > PEAK_BYTES:
                 problems.append(f"{name} has grown by {grown >> 20} MiB")
         return problems
+
+    def _is_starting(self, name: str, pid: int) -> bool:
+        """Return whether a process is so young that it may still set a title, as those of ``REPLACED`` do."""
+        if not _has_no_title(name):
+            return False
+        now = time.monotonic()
+        return now - self._untitled.setdefault(pid, now) < limit(10)
 
     def check_left(self, seconds: float) -> list[str]:
         """Return what an idle cluster still holds more than at the start, after ``seconds`` at most."""
@@ -147,3 +160,8 @@ class Vitals:
             sizes = f"{usage.rss >> 20:7} {self.peak[name] >> 20:7} {last.rss >> 20:7}"
             lines.append(f"{name:50} {sizes}      {usage.descriptors} → {last.descriptors}")
         return "\n".join(lines)
+
+
+def _has_no_title(name: str) -> bool:
+    """Return whether a process is still called by its interpreter's path."""
+    return Path(name.partition(" < ")[0]).name.startswith("python")

@@ -240,3 +240,21 @@ def test_an_abort_that_the_prefill_hears_first_is_an_abort_here_too():
     run_until_idle(pair)
     assert pair.decode.ends["a"].finish.type is FinishType.ABORT
     assert_all_returned(pair)
+
+
+@pytest.mark.parametrize("status", [400, 408, 500, 503])
+def test_a_request_that_failed_at_the_prefill_fails_with_the_same_status_at_the_decode(status: int) -> None:
+    """The router passes on whichever answer comes first."""
+    pair = SimPair()
+    pair.submit("a", range(9), 4)
+    rng = random.Random(1)
+    for _ in range(10_000):
+        if pair.prefill.senders.rooms[4].decode is not None:
+            break
+        rng.choice(pair.moves())()
+    req = pair.prefill.scheduler.reqs["a"]
+    pair.prefill.scheduler.fail(req, status, "it can't be served")
+    pair.prefill.scheduler.handovers.cancel(req, "it can't be served")
+    run_until_idle(pair)
+    assert [side.ends["a"].status for side in (pair.prefill, pair.decode)] == [status, status]
+    assert_all_returned(pair)
