@@ -1,10 +1,10 @@
 """The model worker process: owns the device, runs the scheduler's steps, moves KV pages.
 
 Life: channels open → model loads (``start_model.py``) → warm-up → steps timed → ``WorkerReady`` → steps and their
-results, in the order they come, until the process is ended. With nothing to do it commits KV memory ahead and then
-sleeps in its channel. A step's result is sent as soon as it is known (``step_queue.py``). Transfers run in the engine's
-own thread, which reports through a channel end of its own. Messages about KV that others send come by another channel,
-and wait for no step.
+results, in the order they come, until the process is ended. With nothing to do it commits KV memory ahead, trims its
+heap and then sleeps in its channel. A step's result is sent as soon as it is known (``step_queue.py``). Transfers run
+in the engine's own thread, which reports through a channel end of its own. Messages about KV that others send come by
+another channel, and wait for no step.
 
 With several tensor-parallel ranks this is the first. The others run ``rank_process.py``. This rank sends them each
 step; it alone talks to the scheduler.
@@ -43,6 +43,7 @@ from ..runtime.cpu_list import ThreadPlacementError
 from .device.compile_watch import CompileWatch
 from .device.placement import ThreadPlacement, floating
 from .grammar.preparation import GrammarPreparation
+from .idle_work import IdleHeap, IdleWork
 from .kv.prefault import PoolPrefault, highest_slot
 from .options import WorkerOptions
 from .page_mover import NoPageMover, PageMover
@@ -75,6 +76,7 @@ class Worker(NamedTuple):
     tiers: WorkerTiers | NoWorkerTiers
     hasher: PoolHasher | NoPoolHasher
     prefault: PoolPrefault
+    idle: IdleWork
     occupation: WorkerMemorySaver
     machine: MachineUse
     load_seconds: dict[str, float]
@@ -165,6 +167,7 @@ def load(
             tiers,
             PoolHasher(model.pools, model.device) if options.kv_debug else NoPoolHasher(),
             prefault,
+            IdleWork(prefault, IdleHeap()),
             occupation,
         ),
         *(started.machine, seconds, measured, use, unreleasable(model, options), CompileWatch()),
@@ -176,8 +179,8 @@ def load(
 def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worker) -> None:
     """Wait for the scheduler's next frame and carry out its messages in order; send events and results.
 
-    If the oldest open step ends first, send its result instead. If nothing comes within the prefault's time, commit
-    some KV memory ahead. Malformed frames are only logged.
+    If the oldest open step ends first, send its result instead. If nothing comes in time, do what an idle
+    worker does (``idle_work.py``). Malformed frames are only logged.
     """
     steps = worker.steps
     try:
@@ -187,8 +190,10 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
         return
     if not commands and len(steps):
         events.send(_result(worker))
-    elif not commands:
-        worker.prefault.advance()
+    elif commands:
+        worker.idle.used()
+    else:
+        worker.idle.advance()
     for command in commands:
         if isinstance(command, ForwardStep):
             steps.launch(command)
@@ -219,7 +224,7 @@ def _next_commands(receiver: Receiver[WorkerCommand], worker: Worker) -> list[Wo
     """Wait for the next frame, and return its messages; [] if a step ended first, or if nothing came in time."""
     steps = worker.steps
     if not len(steps):
-        return receiver.recv(worker.prefault.wait_ms)
+        return receiver.recv(worker.idle.wait_ms)
     # Looks by turns, as waiting for an event does in the driver. Each look into the channel lets other threads run.
     while not (commands := receiver.recv(0)) and not steps.has_result:
         pass

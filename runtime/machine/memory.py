@@ -29,3 +29,9 @@ def host_memory(tree: SystemTree = SystemTree()) -> Memory:  # noqa: B008 - immu
 def resident_bytes(tree: SystemTree = SystemTree()) -> int:  # noqa: B008 - immutable
     """Return the resident memory of this process in bytes, with mapped files and shared memory."""
     return int((tree.proc / "self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def private_bytes(tree: SystemTree = SystemTree()) -> int:  # noqa: B008 - immutable
+    """Return the resident memory of this process in bytes, without mapped files and shared memory."""
+    resident, shared = (tree.proc / "self/statm").read_text().split()[1:3]
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")

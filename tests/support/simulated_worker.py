@@ -49,9 +49,10 @@ class SimulatedWorker:
         self._sent = 0
         self.starts: list[float] = []
         self.sent_ids: list[int] = []
-        prefault = SimpleNamespace(wait_ms=-1, used=lambda slot: None)
+        prefault = SimpleNamespace(used=lambda slot: None)
+        idle = SimpleNamespace(wait_ms=-1, used=lambda: None)
         steps = StepQueue(self, NoPageMover(), ahead=1)
-        self._worker = SimpleNamespace(steps=steps, prefault=prefault, compiles=CompileWatch())
+        self._worker = SimpleNamespace(steps=steps, prefault=prefault, idle=idle, compiles=CompileWatch())
 
     def idle_share(self, steps: int = 500) -> float:
         """Return the idle share of the time of ``steps`` steps, after the first ones."""

@@ -6,6 +6,7 @@ piece is at most one prompt.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -27,28 +28,66 @@ ID_FIELDS = ("input_ids", "prompt", "tokens", "input", "items", "query")
 """Fields that may hold token ids, in the bodies of any path."""
 MAX_TEXT_PARTS = 1 << 14
 """Maximum number of text parts in all messages of one body."""
+MAX_TEXT_BYTES = 33 << 20
+"""Maximum memory for the strings of one body: that of the longest body in ASCII.
+
+Python stores every character of a text in 4 bytes if one is beyond U+FFFF. A body of 32 MiB with one emoji would take
+128 MiB.
+"""
+CONTINUATION = bytes(range(0x80, 0xC0))
+BELOW_4_BYTES = bytes(range(0xF0))
+LATIN_1 = bytes(range(0xC4))
+"""Bytes of UTF-8: those inside characters, those of characters below U+10000, and of characters below U+0100."""
+ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 
 
 def parse_in_pieces(data: bytes) -> Any:
     """Parse ``data`` as ``orjson.loads`` does, but field by field, so that the event loop can run in between.
 
     A body of more than ``MAX_PIECES`` lists and objects is parsed at once, which is faster. Raises
-    ``orjson.JSONDecodeError``.
+    ``orjson.JSONDecodeError``, and ``ApiError`` 413 if its strings would take more than ``MAX_TEXT_BYTES``.
     """
+    parser = _PieceParser(len(data))
     if data.count(b"[") + data.count(b"{") > MAX_PIECES:
-        return orjson.loads(data)
+        return parser.parse(data)
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        return {name: _parse_value(memoryview(raw)) for name, raw in fields.items()}
+        return {name: parser.parse_value(memoryview(raw)) for name, raw in fields.items()}
     except (msgspec.MsgspecError, orjson.JSONDecodeError, RecursionError):
-        return orjson.loads(data)  # not an object, or not valid: this parser explains the error
+        return _PieceParser(len(data)).parse(data)  # not an object, or not valid: this parser explains the error
 
 
-def _parse_value(raw: memoryview) -> Any:
-    beginning = bytes(raw[:64]).split()
-    if len(raw) > PIECE_BYTES and b"".join(beginning)[:2] in (b"[[", b"[{"):
-        return [orjson.loads(memoryview(entry)) for entry in msgspec.json.decode(raw, type=list[msgspec.Raw])]
-    return orjson.loads(raw)
+class _PieceParser:
+    """Parses the pieces of one body, and limits the memory that their strings take."""
+
+    def __init__(self, size: int) -> None:
+        self._is_counting = size * 4 > MAX_TEXT_BYTES
+        self._left = MAX_TEXT_BYTES
+
+    def parse_value(self, raw: memoryview) -> Any:
+        beginning = bytes(raw[:64]).split()
+        if len(raw) > PIECE_BYTES and b"".join(beginning)[:2] in (b"[[", b"[{", b'["'):
+            return [self.parse(memoryview(entry)) for entry in msgspec.json.decode(raw, type=list[msgspec.Raw])]
+        return self.parse(raw)
+
+    def parse(self, piece: bytes | memoryview) -> Any:
+        if self._is_counting:
+            self._left -= _text_bytes(bytes(piece))
+            if self._left < 0:
+                limit = f"the body's texts would take more than {MAX_TEXT_BYTES >> 20} MiB in memory"
+                why = "each character of a text takes as many bytes as the widest one"
+                raise ApiError(413, f"{limit}, because {why}; shorten the texts, or split the batch")
+        return orjson.loads(piece)
+
+
+def _text_bytes(piece: bytes) -> int:
+    """Return how many bytes the strings of a piece of JSON take at most, if its widest character is in all of them."""
+    characters = len(piece.translate(None, CONTINUATION))  # more, if some are escaped
+    if piece.translate(None, BELOW_4_BYTES) or ESCAPED_SURROGATE.search(piece):
+        return 4 * characters
+    if piece.translate(None, LATIN_1) or b"\\u" in piece:
+        return 2 * characters
+    return characters
 
 
 def check_amount(content: dict[str, Any]) -> None:

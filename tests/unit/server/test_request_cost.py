@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from pdserve.server.http.bodies.tool_fields import MAX_TOOL_CALLS
 from pdserve.server.http.engine import request_batch
 from pdserve.server.http.engine.plan import Prompt, PromptPlan
 from pdserve.server.http.engine.request_batch import SLICE_CHOICES
+from pdserve.server.http.errors import ApiError
 from pdserve.server.http.generation import engine_response
 from pdserve.server.http.llama.completion import MAX_REPEATED
 from pdserve.server.http.llama.schemas import LlamaBody
@@ -261,6 +263,46 @@ def test_lists_of_lists_are_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) -
     data = orjson.dumps({"input_ids": [list(range(100))] * 50})
     assert len(parse_json(data, is_large=True)["input_ids"]) == 50
     assert max(sizes) < len(data) // 40
+
+
+TEXT = 1 << 20
+EMOJI, HAN = "😀", "漢"
+
+
+@pytest.mark.parametrize(
+    ("fields", "takes"),
+    [
+        ({"text": "a" * (TEXT - 100)}, True),
+        ({"text": "a" * (TEXT // 4 - 100) + EMOJI}, True),
+        ({"text": "a" * (TEXT // 4 + 100) + EMOJI}, False),
+        ({"text": "a" * (TEXT // 2 + 100) + HAN}, False),
+        ({"text": HAN * (TEXT // 3 - 100)}, True),  # two bytes each
+        ({"text": "é" * (TEXT // 2 - 100)}, True),  # one byte each
+        ({"text": EMOJI * (TEXT // 4 - 100)}, True),
+        ({"text": ["a" * (TEXT // 8), EMOJI, "a" * (TEXT // 2)]}, True),
+        ({"text": ["a" * (TEXT // 8) + EMOJI, "a" * (TEXT // 8) + EMOJI, "a" * (TEXT // 8)]}, False),
+        ({"text": "a" * (TEXT // 4), "messages": [{"content": "a" * (TEXT // 4) + EMOJI}]}, False),
+        ({"text": ["a" * (TEXT // 2), EMOJI], "x": [{}] * (large_bodies.MAX_PIECES + 1)}, False),
+    ],
+)
+def test_the_memory_of_a_bodys_texts_is_limited(
+    fields: dict[str, Any], takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large_bodies, "MAX_TEXT_BYTES", TEXT)
+    data = orjson.dumps(fields)
+    if takes:
+        assert parse_in_pieces(data) == fields
+        return
+    for body in (data, json.dumps(fields).encode()):
+        with pytest.raises(ApiError, match="1 MiB in memory") as refused:
+            parse_in_pieces(body)
+        assert refused.value.status == 413
+
+
+@pytest.mark.parametrize("text", [HAN * (TEXT // 24), EMOJI * (TEXT // 96)])
+def test_texts_may_be_escaped(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_bodies, "MAX_TEXT_BYTES", TEXT)
+    assert parse_in_pieces(json.dumps({"text": text, "x": " " * (TEXT // 4)}).encode())["text"] == text
 
 
 def test_many_small_objects_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
