@@ -10,6 +10,15 @@ readonly BODY='{
   "sampling_params": {"temperature": 0, "max_new_tokens": 128},
   "stream": true
 }'
+# The command line, as a process that ends with this script, whatever happens to the script.
+readonly TETHERED='
+import pdserve.runtime.clean_start
+import sys
+from pdserve.runtime.child import die_with_parent
+from pdserve.server.cli import main
+die_with_parent(int(sys.argv.pop(1)))
+main()
+'
 
 fail() {
   echo "demo: $1" >&2
@@ -41,10 +50,8 @@ port=$(.venv/bin/python -P -c 'import socket; s = socket.socket(); s.bind(("127.
 url=http://127.0.0.1:$port
 
 echo "\$ pdserve up --prefill 1 --decode 1 --port $port"
-# The same program, tethered: it ends with this script, whatever happens to the script.
-.venv/bin/python -P -m pdserve.server.child_cli $$ \
-  <<<"[\"up\", \"--prefill=1\", \"--decode=1\", \"--port=$port\", \"--log-dir=$scratch\"]" \
-  >"$scratch/summary" 2>"$scratch/up.log" &
+.venv/bin/python -P -c "$TETHERED" $$ up --prefill=1 --decode=1 "--port=$port" "--log-dir=$scratch" \
+  </dev/null >"$scratch/summary" 2>"$scratch/up.log" &
 cluster=$!
 deadline=$((SECONDS + START_SECONDS))
 until curl --silent --fail --max-time 2 --output /dev/null "$url/health"; do

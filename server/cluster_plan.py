@@ -1,12 +1,12 @@
-"""Turns the options of a cluster into the processes to start: names, ports, cores, command lines."""
+"""Turns the options of a cluster into the processes to start: names, ports, cores, options."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..router.options import RouterOptions, RouterTargets
+from ..router.options import RouterOptions
 from ..runtime.cluster_secret import inherited_descriptors
 from ..runtime.cpu_list import format_cores, parse_cpus
 from ..runtime.disaggregation_options import DisaggregationMode
@@ -14,6 +14,7 @@ from ..runtime.machine.choose_cores import compute_cores, quota_note
 from ..runtime.machine.gpus import may_use_gpu
 from ..runtime.machine.topology import Machine
 from ..runtime.web.ports import LOOPBACK, free_ports, http_url
+from .child_server import ChildServer
 from .cluster_options import ClusterOptions, ClusterOptionsError
 from .core_split import split_evenly, split_nodes
 from .options import ServerOptions
@@ -28,14 +29,14 @@ PREFILL_NICE = 10
 class ProcessPlan:
     """One process of a cluster. ``argv``: the words after the Python interpreter.
 
-    ``command``: the words of ``pdserve``'s command line, which the process reads from its standard input.
+    ``command``: what it runs, which the process reads from its standard input. None: it reads nothing.
     ``descriptors``: of this process, that it inherits.
     """
 
     name: str
     argv: tuple[str, ...]
     url: str
-    command: tuple[str, ...] = ()
+    command: ChildServer | None = None
     descriptors: tuple[int, ...] = ()
 
 
@@ -66,7 +67,7 @@ class CoreShare(NamedTuple):
 
 
 def plan_cluster(options: ClusterOptions, machine: Machine, router_key_file: str | None = None) -> ClusterPlan:
-    """Choose ports, cores, memory and command lines for a cluster's instances and router. Start nothing.
+    """Choose ports, cores, memory and options for a cluster's instances and router. Start nothing.
 
     The ports are free now. ``router_key_file``: file that the router is given instead of the cluster's secret. Raises
     ``ClusterOptionsError``.
@@ -102,7 +103,7 @@ def plan_cluster(options: ClusterOptions, machine: Machine, router_key_file: str
         )
         name = f"{mode}-{modes[: i + 1].count(mode) - 1}"
         url = f"http://{LOOPBACK}:{port}"
-        instances.append(child_command(name, url, "server", instance_flags(instance), options.cluster_secret_file))
+        instances.append(plan_process(name, url, instance))
         targets[mode] += [url, str(bootstrap_port)] if mode == "prefill" else [url]
     cores = "; ".join(f"{plan.name} {share}" for plan, share in zip(instances, shares, strict=True))
     router_options = replace(options, port=options.port or ports[-1], cluster_secret_file=router_key_file)
@@ -117,43 +118,16 @@ def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[
     router = options.router_options(prefill=targets["prefill"], decode=targets["decode"], worker=targets["unified"])
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     url = http_url(host, router.port)
-    return child_command("router", url, "router", router_flags(router), router.cluster_secret_file)
+    return plan_process("router", url, router)
 
 
-def child_command(name: str, url: str, command: str, flags: list[str], secret_file: str | None) -> ProcessPlan:
-    """Plan a process that runs ``pdserve COMMAND`` with ``flags``, and dies with the calling process.
+def plan_process(name: str, url: str, options: ServerOptions | RouterOptions) -> ProcessPlan:
+    """Plan a process that runs an instance or a router with ``options``, and dies with the calling process.
 
-    ``url``: base URL that it will serve. It inherits the descriptor of ``secret_file`` if that file has no name.
+    ``url``: base URL that it will serve. It inherits the descriptor of the cluster's secret if that file has no name.
     """
-    argv = ("-m", "pdserve.server.child_cli", str(os.getpid()))
-    return ProcessPlan(name, argv, url, (command, *flags), inherited_descriptors(secret_file))
-
-
-def instance_flags(options: ServerOptions) -> list[str]:
-    """Return the command line flags of ``pdserve server`` that set ``options``.
-
-    Options with default values are left out.
-    """
-    return [flag for item in fields(options) if (flag := _flag(item.name, getattr(options, item.name), item.default))]
-
-
-def router_flags(options: RouterOptions) -> list[str]:
-    """Return the command line flags of ``pdserve router`` that set ``options``.
-
-    Options with default values are left out.
-    """
-    lists = [item.name for item in fields(RouterTargets)]
-    flags = [word for name in lists if (values := getattr(options, name)) for word in (f"--{name}", *values)]
-    single = [item for item in fields(options) if item.name not in lists]
-    return flags + [flag for i in single if (flag := _flag(i.name, getattr(options, i.name), i.default))]
-
-
-def _flag(name: str, value: object, default: object) -> str:
-    """Format one option as ``--name=value``; "" for None or the default. A separate value might begin with a dash."""
-    if value == default or value is None:
-        return ""
-    flag = "--" + name.replace("_", "-")
-    return flag if value is True else f"{flag}={value}"
+    argv = ("-m", "pdserve.server.child_server", str(os.getpid()))
+    return ProcessPlan(name, argv, url, ChildServer.of(options), inherited_descriptors(options.cluster_secret_file))
 
 
 def share_cores(options: ClusterOptions, machine: Machine, instances: int) -> tuple[list[CoreShare], str]:

@@ -132,7 +132,8 @@ class ClusterProcess:
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin:  # it may be dead already, which its pidfd says
-            process.stdin.write(msgspec.json.encode(self.plan.command))
+            if self.plan.command is not None:
+                process.stdin.write(msgspec.json.encode(self.plan.command))
         return process
 
     def take_end(self) -> str:

@@ -64,10 +64,13 @@ class GGUFMetadata:
         return TokenizerLoadError(f"{self.path}: metadata {key!r} should be {wanted} but is {state}")
 
 
-def read_gguf_metadata(path: Path) -> GGUFMetadata:
-    """Read all metadata of the file; raises ``TokenizerLoadError`` where it is damaged or of an unknown version."""
+def read_gguf_metadata(path: Path, longest: int | None = None) -> GGUFMetadata:
+    """Read the metadata of the file; raises ``TokenizerLoadError`` where it is damaged or of an unknown version.
+
+    Arrays of more than ``longest`` elements, such as the vocabulary, are left empty. None: all are read.
+    """
     try:
         with mapped(path) as data:
-            return GGUFMetadata(path, read_metadata(data).values)
+            return GGUFMetadata(path, read_metadata(data, longest).values)
     except BrokenGGUF as e:
         raise TokenizerLoadError(str(e)) from e

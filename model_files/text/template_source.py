@@ -28,7 +28,7 @@ def read_chat_template(options: ModelOptions) -> NamedTemplates | None:
         return read_template_file(options.chat_template)
     source = find_tokenizer(options)
     if source.kind == "gguf":
-        return templates_in_gguf(read_gguf_metadata(source.path))
+        return templates_in_gguf(read_gguf_metadata(source.path, longest=0))
     return find_template_in_folder(source.path, read_json_object(source.path / "tokenizer_config.json"))
 
 

@@ -34,8 +34,9 @@ def running(name: str, command: Sequence[str], worker: str, core: int) -> Iterat
     words = [word.replace("{port}", str(port)).replace("{worker}", worker) for word in command]
     options = None
     if name == OURS:
-        words = python_command("-m", "pdserve.server.child_cli", str(os.getpid()))
-        options = orjson.dumps(["router", "--worker", worker, f"--port={port}", "--log-level=warning"])
+        words = python_command("-m", "pdserve.server.child_server", str(os.getpid()))
+        given = {"worker": [worker], "port": port, "log_level": "warning"}
+        options = orjson.dumps({"command": "router", "options": given})
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})  # inherited
     try:

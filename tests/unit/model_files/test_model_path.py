@@ -12,6 +12,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from support.product_files import product_files
 
 from pdserve.model_files.errors import ModelNotFound, NotDownloaded
 from pdserve.model_files.model_path import ModelSource, commit_of, resolve_model
@@ -20,7 +21,6 @@ from pdserve.model_files.text.load import load_tokenizer
 from pdserve.runtime.options import OptionError, check_options
 from pdserve.server.options import ServerOptions
 
-ROOT = Path(__file__).parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -119,9 +119,7 @@ def test_the_commit_of_a_hub_model_is_reported(tmp_path: Path) -> None:
 def test_code_that_comes_with_a_model_is_never_run() -> None:
     """Transformers is told so wherever it reads a model's folder by a class that could."""
     calls = []
-    for path in sorted(ROOT.rglob("*.py")):
-        if path.relative_to(ROOT).parts[0] in (".venv", "build", "tests"):
-            continue
+    for path in product_files():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue

@@ -9,16 +9,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.hostile_folder import HostileFolder, hostile_folder
 from support.machine import limit
+from support.product_files import ROOT, product_files
 
 from pdserve.runtime.python import python_command
 
-ROOT = Path(__file__).parents[3]
 GUARD = "clean_start"
 IMPORT = re.compile(r"import [\w.]+$|from (?!__future__)[\w.]+ import ")
 OTHER_PYTHONS = {"sglang_side.py", "vllm_side.py"}
@@ -108,16 +107,10 @@ def test_an_empty_entry_of_pythonpath_lets_nothing_in(tmp_path: Path, before_us:
     assert output.split()[-1] == "/opt/lib"
 
 
-def sources() -> Iterator[Path]:
-    for path in ROOT.rglob("*.py"):
-        if not path.relative_to(ROOT).parts[0].startswith((".", "tests", "docs", "build")):
-            yield path
-
-
 def test_every_program_drops_the_current_directory_before_it_imports_anything() -> None:
     unguarded = []
     programs = 0
-    for path in sources():
+    for path in product_files():
         text = path.read_text(encoding="utf-8")
         if '__name__ == "__main__"' not in text or path.name in OTHER_PYTHONS:
             continue
@@ -133,7 +126,7 @@ def test_every_program_drops_the_current_directory_before_it_imports_anything() 
 
 def test_every_python_is_started_by_the_one_function_that_leaves_the_current_directory_out() -> None:
     started = re.compile(r"""(executable|python["']?\)?)\s*,\s*["']-[mc]["']""")
-    places = [str(path.relative_to(ROOT)) for path in sources() if started.search(path.read_text(encoding="utf-8"))]
+    places = [str(path.relative_to(ROOT)) for path in product_files() if started.search(path.read_text(encoding="utf-8"))]
     assert places == []
     scripts = [ROOT / "Makefile", ROOT / "docker/Dockerfile", ROOT / "docker/Dockerfile.cuda", ROOT / ".ci/demo.sh"]
     for script in scripts:

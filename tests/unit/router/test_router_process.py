@@ -95,10 +95,11 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(port):
 
 
 def test_it_dies_with_the_parent_that_it_is_tied_to(port):
-    words = json.dumps(["router", "--worker", "http://127.0.0.1:9", f"--port={port}"])
+    options = {"worker": ["http://127.0.0.1:9"], "port": port}
+    command = json.dumps({"command": "router", "options": options})
     code = (
         "import os, subprocess, sys\n"
-        "argv = [sys.executable, '-m', 'pdserve.server.child_cli', str(os.getpid())]\n"
+        "argv = [sys.executable, '-m', 'pdserve.server.child_server', str(os.getpid())]\n"
         "child = subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=sys.stdout)\n"
         "child.stdin.write(sys.argv[1].encode())\n"
         "child.stdin.close()\n"
@@ -106,7 +107,7 @@ def test_it_dies_with_the_parent_that_it_is_tied_to(port):
         "sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code, words], **pipes) as parent:
+    with subprocess.Popen([sys.executable, "-c", code, command], **pipes) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
         assert any("is unhealthy" in line for line in parent.stdout)
         parent.kill()

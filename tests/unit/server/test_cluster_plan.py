@@ -4,23 +4,24 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import pytest
 
 from pdserve.router.options import RouterOptions, RouterTargets
 from pdserve.runtime.cluster_secret import ClusterSecret, inherited_descriptors
 from pdserve.runtime.machine.topology import Machine
 from pdserve.server import cluster
+from pdserve.server.child_server import ChildServer
 from pdserve.server.cli import app
 from pdserve.server.cluster_options import ClusterOptions, ClusterOptionsError
-from pdserve.server.cluster_plan import instance_flags, plan_cluster, router_flags
+from pdserve.server.cluster_plan import plan_cluster
 from pdserve.server.core_split import split_cores, split_nodes
 from pdserve.server.options import ServerOptions
 
 
 def understood(process):
-    """Return the options that the command line makes of a planned process's arguments."""
-    _, bound, _ = app.parse_args(list(process.command))
-    return bound.arguments["options"]
+    """Return the options that a planned process makes of what it reads."""
+    return msgspec.json.decode(msgspec.json.encode(process.command), type=ChildServer).typed_options()
 
 
 def machine(cores, *, smt=1, nodes=1, quota=None):
@@ -36,16 +37,9 @@ def machine(cores, *, smt=1, nodes=1, quota=None):
     )
 
 
-def given(process, flag):
-    """Return the value of a flag in a planned process's arguments. This is quicker than to understand all of them."""
-    values = [word.partition("=")[2] for word in process.command if word.startswith(f"{flag}=")]
-    return values[0] if values else None
-
-
 def shares(options, machine):
     plan = plan_cluster(options, machine)
-    found = [(given(process, "--cpus"), given(process, "--threads")) for process in plan.instances]
-    return [(cpus, threads and int(threads)) for cpus, threads in found], plan.cores
+    return [(options.cpus, options.threads) for options in map(understood, plan.instances)], plan.cores
 
 
 def test_physical_cores_are_divided():
@@ -164,21 +158,38 @@ def test_router_takes_each_of_its_options_from_the_cluster(bit):
     ],
 )
 def test_prefills_let_others_go_first(options, nice):
-    found = [given(process, "--compute-nice") for process in plan_cluster(options, machine(4)).instances]
-    assert found == [None if number is None else str(number) for number in nice]
+    assert [understood(process).compute_nice for process in plan_cluster(options, machine(4)).instances] == nice
 
 
-def test_flags_say_exactly_the_options():
+def test_only_options_that_differ_are_sent():
     server = ServerOptions(chunked_prefill_size=-1, disable_radix_cache=True, model_path="a b", context_length=64)
-    assert instance_flags(ServerOptions()) == []
-    _, bound, _ = app.parse_args(["server", *instance_flags(server)])
-    assert bound.arguments["options"] == server
-    assert router_flags(RouterOptions()) == []
+    sent = ChildServer.of(server)
+    assert sent.options == {
+        "chunked_prefill_size": -1,
+        "disable_radix_cache": True,
+        "model_path": "a b",
+        "context_length": 64,
+    }
+    assert sent.typed_options() == server
+    assert ChildServer.of(RouterOptions()) == ChildServer("router", {})
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        ("server", {"page_size": 0}, "--page-size"),
+        ("server", {"page_size": "16"}, "int"),
+        ("router", {"worker": ["nowhere"]}, "nowhere"),
+    ],
+)
+def test_a_process_refuses_options_that_cannot_work(command, options, said):
+    with pytest.raises((ValueError, msgspec.ValidationError), match=said):
+        ChildServer(command, options).typed_options()
 
 
 def test_threads_beyond_an_instances_cores_leave_it_unbound():
     plan = plan_cluster(ClusterOptions(threads=2), machine(2))
-    assert [given(process, "--cpus") for process in plan.instances] == [None, None]
+    assert [understood(process).cpus for process in plan.instances] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     class Launched:
         def __init__(self, options: Any, plan: Any = None) -> None:
             for process in plan.instances if plan is not None else ():
-                _, bound, _ = app.parse_args(list(process.command))
-                found.append(bound.arguments["options"])
+                found.append(process.command.typed_options())
             if plan is None:
                 found.append(options)
 
