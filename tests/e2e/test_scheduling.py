@@ -61,7 +61,10 @@ def cut_short(server: Launched) -> dict:
 
 
 class Senders:
-    """Requests in threads of their own; ``ended``: the requests that were answered, in order."""
+    """Requests in threads of their own; ``ended``: the requests whose answers came, in the order of these threads.
+
+    Two answers that the server sends within milliseconds may be read in either order.
+    """
 
     def __init__(self, server: Launched) -> None:
         self.server = server
@@ -126,7 +129,7 @@ def test_waiting_too_long_is_a_408_and_generating_too_long_keeps_the_output(serv
 def test_the_user_who_has_had_least_goes_first(server):
     holder, senders = Holder(server, user="other"), Senders(server)
     for i in range(3):
-        senders.send(f"many{i}", **body([20 + i, 1, 2], 4, user="many"))
+        senders.send(f"many{i}", **body([20 + i, 1, 2], 400, user="many"))
     senders.send("one", **body([30, 1, 2], 4, user="one"))
     holder.let_go()
     ended = senders.join()
