@@ -37,14 +37,19 @@ class ChildServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(command, {name: value for name, value in given.items() if value != getattr(default, name)})
 
     def typed_options(self) -> ServerOptions | RouterOptions:
-        """Return the options. Raises ``msgspec.ValidationError``, ``OptionError`` or ``RouterOptionsError``."""
+        """Return the options, unchecked. Raises ``msgspec.ValidationError`` for an option of another type."""
         if self.command == "server":
-            server = msgspec.convert(self.options, ServerOptions)
-            check_options(server)
-            return server
-        router = msgspec.convert(self.options, RouterOptions)
-        router.check()
-        return router
+            return msgspec.convert(self.options, ServerOptions)
+        return msgspec.convert(self.options, RouterOptions)
+
+    def checked_options(self) -> ServerOptions | RouterOptions:
+        """Return the options. Raises ``msgspec.ValidationError``, or a ``ValueError`` for options that can't work."""
+        options = self.typed_options()
+        if isinstance(options, ServerOptions):
+            check_options(options)
+        else:
+            options.check()
+        return options
 
 
 def main() -> None:
@@ -52,7 +57,7 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]))
     child = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildServer)
     try:
-        options = child.typed_options()
+        options = child.checked_options()
     except (ValueError, msgspec.ValidationError) as e:
         sys.exit(f"pdserve {child.command}: {e}")
     if isinstance(options, ServerOptions):

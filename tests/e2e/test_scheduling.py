@@ -61,7 +61,7 @@ def cut_short(server: Launched) -> dict:
 
 
 class Senders:
-    """Requests in threads of their own; ``ended``: the requests whose answers came, in the order of these threads.
+    """Requests in threads of their own; ``ended``: the names of answered requests, as these threads read the answers.
 
     Two answers that the server sends within milliseconds may be read in either order.
     """

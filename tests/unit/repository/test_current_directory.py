@@ -126,7 +126,9 @@ def test_every_program_drops_the_current_directory_before_it_imports_anything() 
 
 def test_every_python_is_started_by_the_one_function_that_leaves_the_current_directory_out() -> None:
     started = re.compile(r"""(executable|python["']?\)?)\s*,\s*["']-[mc]["']""")
-    places = [str(path.relative_to(ROOT)) for path in product_files() if started.search(path.read_text(encoding="utf-8"))]
+    places = [
+        str(path.relative_to(ROOT)) for path in product_files() if started.search(path.read_text(encoding="utf-8"))
+    ]
     assert places == []
     scripts = [ROOT / "Makefile", ROOT / "docker/Dockerfile", ROOT / "docker/Dockerfile.cuda", ROOT / ".ci/demo.sh"]
     for script in scripts:

@@ -184,7 +184,7 @@ def test_only_options_that_differ_are_sent():
 )
 def test_a_process_refuses_options_that_cannot_work(command, options, said):
     with pytest.raises((ValueError, msgspec.ValidationError), match=said):
-        ChildServer(command, options).typed_options()
+        ChildServer(command, options).checked_options()
 
 
 def test_threads_beyond_an_instances_cores_leave_it_unbound():

@@ -17,7 +17,6 @@ from pdserve.model_files.text.load import load_tokenizer
 from pdserve.scheduler.features.idle_check import InvariantResult
 from pdserve.scheduler.features.server_info import server_info
 from pdserve.server import cluster, supervisor
-from pdserve.server.cli import app
 from pdserve.server.cluster_options import ClusterOptions
 from pdserve.server.http.served_model import ServedModel
 from pdserve.server.http.status.info import FOR_USERS
