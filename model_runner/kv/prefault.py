@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MARGIN_BYTES = 128 << 20
-"""KV of 5,900 tokens of SmolLM2, or of 1,000 of an 8B model: one burst of prompts. The worker commits again behind it.
+MARGIN_BYTES = 64 << 20
+"""KV of 2,900 tokens of SmolLM2, or of 500 of an 8B model: one burst of prompts. The worker commits again behind it.
 
 More would delay the other processes of a host, which start at the same time, and stay in memory unused.
 """
