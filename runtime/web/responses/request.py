@@ -164,7 +164,7 @@ class _NamedResponses:
             return item
         try:
             reference = msgspec.json.decode(item, type=_Item)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             return item
         if bytes(reference.type) != REFERENCE:
             return item

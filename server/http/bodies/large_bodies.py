@@ -39,6 +39,9 @@ BELOW_4_BYTES = bytes(range(0xF0))
 LATIN_1 = bytes(range(0xC4))
 """Bytes of UTF-8: those inside characters, those of characters below U+10000, and of characters below U+0100."""
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
+"""An escaped half of a character beyond U+FFFF, the first one."""
+ESCAPE_BYTES = 6
+"""Length of a numbered escape such as ``\\u6f22``."""
 
 
 def parse_in_pieces(data: bytes) -> Any:
@@ -53,7 +56,7 @@ def parse_in_pieces(data: bytes) -> Any:
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         return {name: parser.parse_value(memoryview(raw)) for name, raw in fields.items()}
-    except (msgspec.MsgspecError, orjson.JSONDecodeError, RecursionError):
+    except (msgspec.MsgspecError, orjson.JSONDecodeError, UnicodeDecodeError, RecursionError):
         return _PieceParser(len(data)).parse(data)  # not an object, or not valid: this parser explains the error
 
 
@@ -82,10 +85,14 @@ class _PieceParser:
 
 def _text_bytes(piece: bytes) -> int:
     """Return how many bytes the strings of a piece of JSON take at most, if its widest character is in all of them."""
-    characters = len(piece.translate(None, CONTINUATION))  # more, if some are escaped
-    if piece.translate(None, BELOW_4_BYTES) or ESCAPED_SURROGATE.search(piece):
+    is_ascii = piece.isascii()
+    escaped = piece.replace(b"\\\\", b"") if b"\\u" in piece else b""  # what follows a backslash is no number
+    escapes = escaped.count(b"\\u")
+    characters = len(piece) if is_ascii else len(piece.translate(None, CONTINUATION))
+    characters -= (ESCAPE_BYTES - 1) * escapes
+    if ESCAPED_SURROGATE.search(escaped) or (not is_ascii and piece.translate(None, BELOW_4_BYTES)):
         return 4 * characters
-    if piece.translate(None, LATIN_1) or b"\\u" in piece:
+    if escapes or (not is_ascii and piece.translate(None, LATIN_1)):
         return 2 * characters
     return characters
 

@@ -186,6 +186,8 @@ def test_a_prompt_nested_deeply_is_measured_all_the_same():
 IDS = b",".join([b"7"] * 200_000)
 OBJECTS = b",".join([b'{"content":"a"}'] * 50_000)
 NAMES = b",".join(b'"%d":1' % i for i in range(50_000))
+TEXT = b"a" * 4_000_000 + "\N{GRINNING FACE}".encode()
+"""A text whose characters take 4 bytes each as a ``str``."""
 
 
 @pytest.mark.parametrize(
@@ -197,8 +199,10 @@ NAMES = b",".join(b'"%d":1' % i for i in range(50_000))
         b'{"text":"a","unknown":[' + OBJECTS + b"]}",
         b'{"text":"a",' + NAMES + b"}",
         b'{"bootstrap_host":"evil","input_ids":[' + IDS + b"]}",
+        b'{"text":"' + TEXT + b'"}',
+        b'{"text":["' + TEXT + b'"]}',
     ],
-    ids=["ids", "lists of ids", "messages", "unknown", "names", "ids and a field that is left out"],
+    ids=["ids", "lists of ids", "messages", "unknown", "names", "ids and a field that is left out", "text", "texts"],
 )
 def test_no_objects_are_built_of_a_bodys_values(body):
     """They would take ten times as long, in which the event loop can't go on, and several times the memory."""

@@ -176,6 +176,12 @@ def test_what_is_not_valid_is_left_to_the_reader_of_the_api(body: bytes, is_firs
     assert read(body, is_first=is_first) == (body, False, b"")
 
 
+@pytest.mark.parametrize("value", [b'"\xff"', b'"\xed\xa0\x80"', b"7"])
+def test_an_item_that_is_not_valid_is_left_to_the_reader_of_the_api(value: bytes) -> None:
+    item = b'{"type":"item_reference","id":' + value + b"}"
+    assert read(b'{"input":[' + item + b"]}").body.count(item) == 2
+
+
 def test_a_router_tells_instances_to_keep_nothing() -> None:
     for body in ({"input": "a"}, {}, {"input": "a", "kept_elsewhere": False}):
         request = read(body, is_first=True)
