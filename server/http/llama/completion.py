@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +10,7 @@ from ....messages.requests import LogprobOptions
 from ..bodies.large_bodies import LARGE_BATCH
 from ..endpoint import endpoint
 from ..engine.plan import Prompt, PromptPlan, name_requests, sampling_params
-from ..errors import ApiError
+from ..engine.repeated import check_repeated
 from ..generation.engine_response import EngineResponse
 from ..generation.request_names import named
 from ..generation.request_terms import terms_of, timed
@@ -24,10 +21,6 @@ from .answers import LlamaCompletion, LlamaCompletionEvent, LlamaError
 from .prompts import TIMEOUT_SECONDS, read_prompts
 from .schemas import LlamaBody
 from .writer import CompletionRenderer, settings
-
-MAX_REPEATED = 1 << 26
-"""Maximum length of what all answers to a body repeat of it, in characters or token ids. A body that is answered once
-has less."""
 
 
 @endpoint(LlamaCompletion, body=LlamaBody, event=LlamaCompletionEvent, error=LlamaError)
@@ -41,7 +34,7 @@ async def completion(request: Request) -> Response:
     body = named(request, timed(request, body))
     plans = await state.aside.run(len(prompts) > LARGE_BATCH, lambda: plan_completion(body, prompts, state))
     shown = settings(body, plans, state.model.name, limits.context_length)
-    check_repeated(prompts, shown, body.n_cmpl)
+    check_repeated(plans, with_text=True, more=len(orjson.dumps(shown[0])))
     renderer = CompletionRenderer(body, plans, shown, state.model.name)
     group = body.rid if isinstance(body.rid, str) else None
     return EngineResponse(state.engine, plans, renderer, stream=body.stream, group=group)
@@ -69,18 +62,3 @@ def plan_completion(body: LlamaBody, prompts: list[Prompt], state: HttpState) ->
         )
         for prompt, naming in zip(prompts, namings, strict=True)
     ]
-
-
-def check_repeated(prompts: Sequence[Prompt], shown: Sequence[dict[str, Any]], n_cmpl: int) -> None:
-    """Raise ``ApiError`` 413 if all answers repeat more than ``MAX_REPEATED`` of their body together.
-
-    Each answer has its prompt and its settings, with stop strings and grammar. ``shown``: settings of each prompt.
-    """
-    own = sum(len(prompt.text or prompt.input_ids or "") for prompt in prompts)
-    length = n_cmpl * (own + len(prompts) * len(orjson.dumps(shown[0])))
-    if length > MAX_REPEATED:
-        raise ApiError(
-            413,
-            f"the answers would repeat {length} characters or token ids of prompts and settings, the limit is "
-            f"{MAX_REPEATED}; ask for fewer answers at a time",
-        )

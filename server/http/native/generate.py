@@ -14,6 +14,7 @@ from ..bodies.large_bodies import LARGE_BATCH
 from ..endpoint import endpoint
 from ..engine.bootstrap_gate import BootstrapGate
 from ..engine.plan import NO_TERMS, PromptPlan, Terms, make_prompts, name_requests, per_prompt, sampling_params
+from ..engine.repeated import check_repeated
 from ..engine.submission import Choice, Delta
 from ..errors import bad_request
 from ..generation.engine_response import EngineResponse, event
@@ -64,7 +65,7 @@ def plan_generate(
     defaults: SamplingDefaults = NO_DEFAULTS,
     terms: Terms = NO_TERMS,
 ) -> list[PromptPlan]:
-    """Make a ``PromptPlan`` for each prompt of the body, without sending anything. Raises ``ApiError`` 400.
+    """Make a ``PromptPlan`` for each prompt of the body, without sending anything. Raises ``ApiError`` (400, 413).
 
     ``batch``: whether the body holds a list of prompts. ``gate``: decides which bootstrap addresses may be followed.
     ``defaults``: sampling values for what the client left out. ``terms``: priority, time limit and user.
@@ -81,7 +82,7 @@ def plan_generate(
     tops = per_prompt("top_logprobs_num", body.top_logprobs_num, size, batch)
     starts = per_prompt("logprob_start_len", body.logprob_start_len, size, batch)
     namings = name_requests(body, [s.n for s in samplings], batch, gate)
-    return [
+    plans = [
         PromptPlan(
             prompt=prompts[i],
             sampling=sampling_params(s, s.max_new_tokens, s.min_new_tokens, s.sampling_seed, defaults),
@@ -96,6 +97,8 @@ def plan_generate(
         )
         for i, s in enumerate(samplings)
     ]
+    check_repeated(plans, with_text=False)
+    return plans
 
 
 SAMPLING_NAMES = {

@@ -13,6 +13,7 @@ from ....messages.requests import LogprobOptions
 from ....messages.sampling import OutputMarks
 from ....runtime.web.moved_answer import Ticket
 from ..engine.plan import Prompt, PromptPlan, name_requests, sampling_params
+from ..engine.repeated import check_repeated
 from ..engine.submission import Choice
 from ..generation.engine_response import event
 from ..generation.request_terms import terms_of
@@ -45,7 +46,7 @@ def plan_openai(
     marks: OutputMarks | None = None,
     grammar: Grammar | None = None,
 ) -> list[PromptPlan]:
-    """Make a ``PromptPlan`` for each of ``prompts``, without sending anything. Raises ``ApiError`` 400.
+    """Make a ``PromptPlan`` for each of ``prompts``, without sending anything. Raises ``ApiError`` (400, 413).
 
     ``batch``: whether the client gave a list. ``max_tokens``: limit of each answer; 0 asks for no output. ``echo``: the
     answer repeats the prompt. ``marks``: what the detokenizer needs to know of the answer's format. ``grammar``: what
@@ -54,7 +55,7 @@ def plan_openai(
     counts = [body.n] * len(prompts)
     defaults, terms = state.model.defaults, terms_of(body, state.options)
     namings = name_requests(body, counts, batch, state.gate, default_key=body.cache_salt)
-    return [
+    plans = [
         PromptPlan(
             prompt=prompt,
             # If the client gives no seed, each prompt draws its own.
@@ -71,6 +72,8 @@ def plan_openai(
         )
         for prompt, naming in zip(prompts, namings, strict=True)
     ]
+    check_repeated(plans, with_text=echo)
+    return plans
 
 
 @dataclass(frozen=True)

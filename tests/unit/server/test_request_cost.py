@@ -27,10 +27,10 @@ from pdserve.server.http.bodies.large_bodies import MAX_TEXT_PARTS, MAX_TOKEN_ID
 from pdserve.server.http.bodies.tool_fields import MAX_TOOL_CALLS
 from pdserve.server.http.engine import request_batch
 from pdserve.server.http.engine.plan import Prompt, PromptPlan
+from pdserve.server.http.engine.repeated import MAX_REPEATED
 from pdserve.server.http.engine.request_batch import SLICE_CHOICES
 from pdserve.server.http.errors import ApiError
 from pdserve.server.http.generation import engine_response
-from pdserve.server.http.llama.completion import MAX_REPEATED
 from pdserve.server.http.llama.schemas import LlamaBody
 from pdserve.server.http.llama.writer import settings
 from pdserve.server.http.parsing import parse_json
@@ -352,17 +352,48 @@ def test_more_than_can_be_checked_at_once_is_a_413(path: str, body: dict[str, An
     assert "the limit is" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("prompt", "grammar"), [("a", 'root ::= "a"\n# ' + "x" * 60_000), ("a" * 40_000, "")])
-def test_what_all_answers_to_a_body_repeat_is_limited(prompt: str, grammar: str) -> None:
-    """Each answer of ``/completion`` has its prompt and its settings."""
-    body = {"prompt": [prompt] * 30, "grammar": grammar}
+TEXTS = ["a" * 40_000] * 30
+IDS = [[1] * 2000] * 30
+CHAT_OF_TEXT = [{"role": "user", "content": "a" * 140_000}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "many"),
+    [
+        ("/completion", {"prompt": ["a"] * 30, "grammar": 'root ::= "a"\n# ' + "x" * 60_000}, {"n_cmpl": 64}),
+        ("/completion", {"prompt": TEXTS}, {"n_cmpl": 64}),
+        ("/completion", {"prompt": IDS}, {"n_cmpl": 64}),
+        ("/v1/completions", {"prompt": TEXTS, "echo": True, "max_tokens": 1}, {"n": 64}),
+        ("/v1/completions", {"prompt": IDS, "echo": True, "max_tokens": 1}, {"n": 64}),
+        ("/v1/completions", {"prompt": TEXTS, "return_token_ids": True}, {"n": 64}),
+        ("/v1/chat/completions", {"messages": CHAT_OF_TEXT, "return_token_ids": True}, {"n": 64}),
+        ("/generate", {"text": TEXTS, "return_prompt_token_ids": True}, {"sampling_params": {"n": 64}}),
+        ("/generate", {"input_ids": IDS, "return_prompt_token_ids": True}, {"sampling_params": {"n": 64}}),
+    ],
+)
+def test_what_all_answers_to_a_body_repeat_is_limited(path: str, body: dict[str, Any], many: dict[str, Any]) -> None:
+    """Each of them may have its prompt, and its settings."""
 
     async def check(engine: FakeEngine) -> None:
-        refused = await engine.post("/completion", {**body, "n_cmpl": 64})
+        refused = await engine.post(path, {**body, **many})
         assert refused.status_code == 413
         assert f"the limit is {MAX_REPEATED}" in refused.json()["error"]["message"]
         assert not engine.sent
-        assert (await engine.post("/completion", body)).status_code == 200
+        assert (await engine.post(path, body)).status_code == 200
+
+    with_engine(check)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": TEXTS, "n": 64, "max_tokens": 1}),
+        ("/generate", {"text": TEXTS, "sampling_params": {"n": 64, "max_new_tokens": 1}}),
+    ],
+)
+def test_answers_that_do_not_repeat_their_prompts_may_be_many(path: str, body: dict[str, Any]) -> None:
+    async def check(engine: FakeEngine) -> None:
+        assert (await engine.post(path, body)).status_code == 200
 
     with_engine(check)
 
