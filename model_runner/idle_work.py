@@ -20,19 +20,20 @@ if TYPE_CHECKING:
 IDLE_MS = 1000
 """The worker has nothing to do when no message has come for so long."""
 GROWN_BYTES = 16 << 20
-"""Growth since the last look from which the heap is trimmed. Trimming takes some milliseconds."""
+"""Growth from which the heap is trimmed. Trimming takes some milliseconds, and the next step's faults as long."""
 
 
 class IdleHeap:
-    """Knows how much private memory the process had when it was idle last. For one thread.
+    """Knows how much private memory the process needs while it is idle. For one thread.
 
-    ``size`` returns the private resident bytes of the process; ``trim`` returns free memory to the kernel.
+    ``size`` returns the private resident bytes of the process; ``trim`` returns free memory to the kernel. What a trim
+    leaves is in use, and counts as needed from then on. Otherwise each second without work would bring a trim in vain.
     """
 
     def __init__(self, size: Callable[[], int] = private_bytes, trim: Callable[[], None] = trim) -> None:
         self._size = size
         self._trim = trim
-        self._smallest = size()
+        self._needed = size()
         self._is_due = False
 
     @property
@@ -47,9 +48,12 @@ class IdleHeap:
     def advance(self) -> None:
         """Trim the heap if memory has grown. The worker calls this when it has had no work for ``wait_ms``."""
         self._is_due = False
-        if self._size() > self._smallest + GROWN_BYTES:
+        size = self._size()
+        if size > self._needed + GROWN_BYTES:
             self._trim()
-        self._smallest = min(self._smallest, self._size())
+            self._needed = self._size()
+        else:
+            self._needed = min(self._needed, size)
 
 
 class IdleWork:
@@ -58,6 +62,16 @@ class IdleWork:
     def __init__(self, prefault: PoolPrefault, heap: IdleHeap) -> None:
         self._prefault = prefault
         self._heap = heap
+
+    @classmethod
+    def of(
+        cls, prefault: PoolPrefault, size: Callable[[], int] = private_bytes, trim: Callable[[], None] = trim
+    ) -> IdleWork:
+        """Make the idle work of this process. ``size``, ``trim``: see ``IdleHeap``.
+
+        What ``prefault`` has committed of a KV pool does not count: if it is private memory, it is no heap.
+        """
+        return cls(prefault, IdleHeap(lambda: size() - prefault.committed_privately, trim))
 
     @property
     def wait_ms(self) -> int:

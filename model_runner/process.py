@@ -43,7 +43,7 @@ from ..runtime.cpu_list import ThreadPlacementError
 from .device.compile_watch import CompileWatch
 from .device.placement import ThreadPlacement, floating
 from .grammar.preparation import GrammarPreparation
-from .idle_work import IdleHeap, IdleWork
+from .idle_work import IdleWork
 from .kv.prefault import PoolPrefault, highest_slot
 from .options import WorkerOptions
 from .page_mover import NoPageMover, PageMover
@@ -167,7 +167,7 @@ def load(
             tiers,
             PoolHasher(model.pools, model.device) if options.kv_debug else NoPoolHasher(),
             prefault,
-            IdleWork(prefault, IdleHeap()),
+            IdleWork.of(prefault),
             occupation,
         ),
         *(started.machine, seconds, measured, use, unreleasable(model, options), CompileWatch()),

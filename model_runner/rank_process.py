@@ -20,7 +20,7 @@ from ..messages.worker import CaptureGraphs, ForwardStep
 from ..model_files.errors import ModelError
 from ..runtime.child import ChildContext, start_child
 from ..runtime.cpu_list import ThreadPlacementError
-from .idle_work import IdleHeap, IdleWork
+from .idle_work import IdleWork
 from .kv.prefault import PoolPrefault, highest_slot
 from .options import WorkerOptions
 from .start_model import Started, freeze, open_channels, own_place, start_model
@@ -53,7 +53,7 @@ def _serve(ctx: ChildContext[WorkerOptions], started: Started) -> NoReturn:
         prefault = PoolPrefault.of(model.pools.region, model.pools.layout)
         occupation = WorkerMemorySaver(model, steps, prefault, NoOtherRanks())
         profiler = RankProfiler(profile_folder(ctx.options, ctx.run_dir), ranks.place.rank, model.device.kind, steps)
-        idle = IdleWork(prefault, IdleHeap())
+        idle = IdleWork.of(prefault)
         while True:
             step = ranks.next_step(idle.wait_ms)
             if step is None:

@@ -249,7 +249,7 @@ class _Prompt(NamedTuple):
 
 
 def _count_texts(data: bytes) -> int:
-    """Count the texts in a JSON list that begins with one; 0 for mixed kinds. No text is decoded: see ``_check_utf8``."""
+    """Count the texts in a JSON list that begins with one; 0 for mixed kinds. It does not decode them."""
     # Without escapes, every second piece between quotes is a text.
     pieces = data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
     between, end = pieces[2:-1:2], pieces[-1]

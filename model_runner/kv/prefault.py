@@ -58,6 +58,7 @@ class PoolPrefault:
         self._looked_until = 0
         self._end = 0
         self._is_idle = False
+        self._is_private = region is not None and region.fd is None
         self._most = 0 if region is None else region.nbytes
         self._target = min(margin_bytes, self._most)
 
@@ -76,6 +77,11 @@ class PoolPrefault:
     def committed(self) -> int:
         """Bytes that ``advance`` has committed (faulted in) so far, from the region's beginning."""
         return self._end
+
+    @property
+    def committed_privately(self) -> int:
+        """Bytes of ``committed`` that count as private memory of this process: 0 for a shared region."""
+        return self._end if self._is_private else 0
 
     @property
     def trimmed(self) -> int:

@@ -58,6 +58,37 @@ def test_small_growth_adds_up() -> None:
     assert process.trims == 2
 
 
+def test_what_a_trim_leaves_is_needed() -> None:
+    """Caches grow, and weights come back after a release. A trim after each request would slow down the next one."""
+    process = Process()
+    heap = IdleHeap(process.size, process.trim)
+    process.kept += 2 * GROWN_BYTES
+    for _ in range(3):
+        idle(heap)
+    assert process.trims == 1
+    process.kept -= 2 * GROWN_BYTES  # at once, as large blocks are
+    idle(heap)
+    process.free = GROWN_BYTES + 1
+    idle(heap)
+    assert (process.trims, process.free) == (2, 0)
+
+
+def test_committed_kv_memory_is_no_heap() -> None:
+    process = Process()
+    prefault = SimpleNamespace(wait_ms=-1, committed_privately=0)
+    work = IdleWork.of(prefault, process.size, process.trim)
+    for _ in range(3):
+        prefault.committed_privately += 2 * GROWN_BYTES
+        process.kept += 2 * GROWN_BYTES
+        work.used()
+        work.advance()
+    assert process.trims == 0
+    process.free = GROWN_BYTES + 1
+    work.used()
+    work.advance()
+    assert process.trims == 1
+
+
 def test_the_worker_trims_once_nothing_has_come_for_a_while() -> None:
     waits: list[int] = []
     commands: list[list[object]] = [["work"], [], [], ["work"], []]

@@ -41,6 +41,7 @@ def test_committed_memory_takes_no_faults_and_the_rest_still_does(shared):
     prefault = PoolPrefault(region, SLOT_BYTES, plenty, MARGIN)
     run_until_done(prefault)
     assert prefault.committed == MARGIN
+    assert prefault.committed_privately == (0 if shared else MARGIN)
     pages = SLICE_BYTES // mmap.PAGESIZE
     assert faults_while_writing(region, 0, MARGIN) < pages // 4
     assert faults_while_writing(region, MARGIN, MARGIN + SLICE_BYTES) >= pages // 4
@@ -82,6 +83,7 @@ def test_it_waits_for_a_gap_first_and_goes_on_at_once_in_it():
 
 class OldKernel:
     nbytes = 16 * SLICE_BYTES
+    fd = None
 
     def commit(self, begin, end):
         return False
