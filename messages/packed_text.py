@@ -6,6 +6,8 @@ on, lets it wait or refuses it for its length need not have it in that form.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 LONG_CHARACTERS = 1 << 16
@@ -29,6 +31,16 @@ def pack(text: str) -> Text:
     if len(text) <= LONG_CHARACTERS or text.isascii():
         return text
     return PackedText(text.encode(errors="surrogatepass"))
+
+
+def pack_joined(separator: str, texts: Sequence[str]) -> Text:
+    """Return what ``pack`` returns for ``texts`` joined by ``separator``.
+
+    They are not joined as a ``str`` if it is long. One text beyond U+FFFF would widen the characters of all others.
+    """
+    if sum(map(len, texts)) <= LONG_CHARACTERS or all(text.isascii() for text in texts):
+        return pack(separator.join(texts))
+    return PackedText(separator.encode().join(text.encode(errors="surrogatepass") for text in texts))
 
 
 def unpack(text: Text) -> str:

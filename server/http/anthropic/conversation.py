@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....messages.conversation import ChatMessage, ChatToolCall, Conversation
-from ....messages.packed_text import Text, pack
+from ....messages.packed_text import Text, pack, pack_joined
 from ..errors import bad_request
 from ..generation.tool_use import ToolUse
 from .blocks import BlockBody, texts_of
@@ -50,7 +50,7 @@ class Draft:
 
     def message(self) -> ChatMessage:
         """Return the turn as chat templates get it. A turn that has calls alone has no content."""
-        thought = pack("\n".join(self.thoughts)) if self.thoughts else None
+        thought = pack_joined("\n", self.thoughts) if self.thoughts else None
         return ChatMessage(self.role, self._content(), None, thought, self.calls, self.call_id)
 
     def _content(self) -> Text | list[Text] | None:

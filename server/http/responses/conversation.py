@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ....messages.conversation import ChatMessage, ChatToolCall, Conversation
-from ....messages.packed_text import Text, pack
+from ....messages.packed_text import Text, pack, pack_joined
 from .items import CALL, MESSAGE, OUTPUT, REASONING, InputItem
 from .schemas import ResponsesBody
 
@@ -47,7 +47,7 @@ class _AssistantTurn:
         return ChatMessage(
             "assistant",
             None if self.texts is None else _content(self.texts),
-            reasoning_content=pack("\n\n".join(self.thoughts)) if self.thoughts else None,
+            reasoning_content=pack_joined("\n\n", self.thoughts) if self.thoughts else None,
             tool_calls=self.calls,
         )
 
@@ -66,7 +66,7 @@ def read_conversation(body: ResponsesBody) -> Conversation:
             break
         system += item.texts()
         first += 1
-    messages = [ChatMessage("system", pack("\n\n".join(system)))] if system else []
+    messages = [ChatMessage("system", pack_joined("\n\n", system))] if system else []
     messages += _turns(items[first:])
     args = dict(body.chat_template_kwargs)
     if body.reasoning.effort is not None:
