@@ -47,17 +47,20 @@ ESCAPE_BYTES = 6
 def parse_in_pieces(data: bytes) -> Any:
     """Parse ``data`` as ``orjson.loads`` does, but field by field, so that the event loop can run in between.
 
-    A body of more than ``MAX_PIECES`` lists and objects is parsed at once, which is faster. Raises
-    ``orjson.JSONDecodeError``, and ``ApiError`` 413 if its strings would take more than ``MAX_TEXT_BYTES``.
+    A body of more than ``MAX_PIECES`` lists and objects is parsed at once, which is faster, if that surely takes little
+    memory. Raises ``orjson.JSONDecodeError``, and ``ApiError`` 413 if its strings would take more than
+    ``MAX_TEXT_BYTES``.
     """
     parser = _PieceParser(len(data))
-    if data.count(b"[") + data.count(b"{") > MAX_PIECES:
-        return parser.parse(data)
+    if data.count(b"[") + data.count(b"{") > MAX_PIECES and parser.is_small(data):
+        return orjson.loads(data)
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         return {name: parser.parse_value(memoryview(raw)) for name, raw in fields.items()}
-    except (msgspec.MsgspecError, orjson.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        return _PieceParser(len(data)).parse(data)  # not an object, or not valid: this parser explains the error
+    except (msgspec.ValidationError, RecursionError):
+        return _PieceParser(len(data)).parse(data)  # no object, or one that is nested deeply
+    except (msgspec.DecodeError, orjson.JSONDecodeError, UnicodeDecodeError):
+        return orjson.loads(data)  # not valid: this parser explains the error
 
 
 class _PieceParser:
@@ -66,6 +69,10 @@ class _PieceParser:
     def __init__(self, size: int) -> None:
         self._is_counting = size * 4 > MAX_TEXT_BYTES
         self._left = MAX_TEXT_BYTES
+
+    def is_small(self, data: bytes) -> bool:
+        """Return whether the strings of ``data`` surely take no more than ``MAX_TEXT_BYTES``, however wide they are."""
+        return not self._is_counting or _text_bytes(data) <= MAX_TEXT_BYTES
 
     def parse_value(self, raw: memoryview) -> Any:
         beginning = bytes(raw[:64]).split()

@@ -187,7 +187,7 @@ IDS = b",".join([b"7"] * 200_000)
 OBJECTS = b",".join([b'{"content":"a"}'] * 50_000)
 NAMES = b",".join(b'"%d":1' % i for i in range(50_000))
 TEXT = b"a" * 4_000_000 + "\N{GRINNING FACE}".encode()
-"""A text whose characters take 4 bytes each as a ``str``."""
+"""A text with 4 bytes for each character as a ``str``."""
 
 
 @pytest.mark.parametrize(

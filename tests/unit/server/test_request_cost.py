@@ -287,7 +287,9 @@ EMOJI, HAN = "😀", "漢"
         ({"text": ["a" * (TEXT // 8) + EMOJI, "a" * (TEXT // 8) + EMOJI, "a" * (TEXT // 8)]}, False),
         ({"text": "a" * (TEXT // 4), "messages": [{"content": "a" * (TEXT // 4) + EMOJI}]}, False),
         ({"text": "\\u" * (TEXT // 4 + 100) + HAN}, False),  # backslashes before a letter
-        ({"text": ["a" * (TEXT // 2), EMOJI], "x": [{}] * (large_bodies.MAX_PIECES + 1)}, False),
+        ({"text": ["a" * (TEXT // 2), EMOJI], "x": [{}] * (large_bodies.MAX_PIECES + 1)}, True),
+        ({"text": ["{" * (TEXT // 2), EMOJI]}, True),
+        ({"text": ["{" * (TEXT // 4 + 100) + EMOJI]}, False),
     ],
 )
 def test_the_memory_of_a_bodys_texts_is_limited(
@@ -309,6 +311,15 @@ def test_an_escaped_character_counts_once(text: str, monkeypatch: pytest.MonkeyP
     """Many clients escape everything beyond ASCII: 6 bytes for a character that takes 2 in memory."""
     monkeypatch.setattr(large_bodies, "MAX_TEXT_BYTES", TEXT)
     assert parse_in_pieces(json.dumps({"text": text}).encode())["text"] == text
+
+
+@pytest.mark.parametrize("end", [b",}", b"}x", b',"\xff":1}'])
+def test_a_body_that_is_not_valid_is_not_called_too_large(end: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_bodies, "MAX_TEXT_BYTES", TEXT)
+    body = orjson.dumps({"text": "a" * (TEXT // 2), "x": EMOJI})
+    assert parse_in_pieces(body)["x"] == EMOJI
+    with pytest.raises(orjson.JSONDecodeError):
+        parse_in_pieces(body[:-1] + end)
 
 
 def test_many_small_objects_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
