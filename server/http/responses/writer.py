@@ -85,7 +85,7 @@ def _tool_choice(body: ResponsesBody) -> str | dict[str, Any]:
 class ResponseWriter:
     """Writes one response. ``fields``: those that do not change, as ``echo`` returns them."""
 
-    field_names: ClassVar[Mapping[str, str]] = {"text": "input", "input_ids": "input"}
+    field_names: ClassVar[Mapping[str, str]] = dict.fromkeys(("text", "input_ids", "messages"), "input")
     repeats = False
 
     def __init__(

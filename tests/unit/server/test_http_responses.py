@@ -161,9 +161,10 @@ def test_an_error_in_the_middle_ends_the_stream_with_both_events() -> None:
     assert error["sequence_number"] > events[-1]["sequence_number"]
 
 
-def test_an_error_before_the_first_token_is_a_status() -> None:
+@pytest.mark.parametrize("field", ["text", "messages"])
+def test_an_error_before_the_first_token_is_a_status(field: str) -> None:
     async def run(engine: FakeEngine) -> httpx.Response:
-        engine.errors = [ReqError("", 400, "too long", field="text", code="context_length_exceeded")]
+        engine.errors = [ReqError("", 400, "too long", field=field, code="context_length_exceeded")]
         return await engine.post(PATH, {"input": "a", "stream": True, "store": False})
 
     response = with_engine(run)
