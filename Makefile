@@ -78,7 +78,7 @@ test-tokenizers: $(STAMP) ## stream 2,000 token sequences by each of 27 kinds of
 test-clients: $(CLIENTS_STAMP) ## run client libraries, load generators, gateways and Prometheus against a pair (installs them first)
 	@$(QUIETLY) $(BIN)/python -P -m pytest tests/clients
 
-$(CLIENTS_STAMP): tests/clients/install.sh $(wildcard tests/clients/*.txt tests/clients/*.json) $(STAMP)
+$(CLIENTS_STAMP): tests/clients/install.sh $(wildcard tests/clients/*.mjs tests/clients/*.json) $(STAMP)
 	@PYTHON="$(PYTHON)" tests/clients/install.sh .venv-clients
 	@touch $@
 

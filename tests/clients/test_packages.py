@@ -8,30 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.clients import ENV, MODEL, python_of, run_client
+from support.clients import ENV, MODEL, run_client, run_inside
 from support.processes import Pair
-
-HERE = Path(__file__).parent
-INSIDE = HERE / "inside"
 
 pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.mark.parametrize("package", ["openai", "anthropic", "langchain", "litellm", "ollama"])
 def test_a_package(pair: Pair, package: str) -> None:
-    run_inside(pair, package)
+    run_inside(pair, package, f"test_{package}.py", MODEL)
 
 
 def test_lm_eval(pair: Pair, model_folder: Path) -> None:
-    run_inside(pair, "lm_eval", "--model-folder", model_folder)
-
-
-def run_inside(pair: Pair, package: str, *more: str | Path) -> None:
-    own = ["-c", "/dev/null", "--rootdir", INSIDE, "--confcutdir", INSIDE, "-p", "no:cacheprovider", "-q"]
-    ask = ["--url", pair.router.url, "--model", MODEL, *more]
-    said = run_client([python_of(package), "-m", "pytest", *own, INSIDE / f"test_{package}.py", *ask], 1200)
-    assert " passed" in said
-    assert "skipped" not in said
+    run_inside(pair, "lm_eval", "test_lm_eval.py", MODEL, "--model-folder", model_folder)
 
 
 def test_the_node_package(pair: Pair) -> None:

@@ -11,6 +11,8 @@ from .processes import Pair
 
 ENV = Path(__file__).parents[2] / ".venv-clients"
 MODEL = "smollm2"
+INSIDE = Path(__file__).parents[1] / "clients" / "inside"
+"""Tests that run in the clients' own environments."""
 
 
 def run_client(argv: list[str | Path], seconds: float = 600, cwd: Path | None = None, **env: str) -> str:
@@ -38,6 +40,18 @@ def python_of(name: str) -> Path:
     python = ENV / name / "bin" / "python"
     assert python.exists(), f"{python} is not there: run `make test-clients`"
     return python
+
+
+def run_inside(pair: Pair, package: str, file: str, model: str, *more: str | Path) -> None:
+    """Run a file of ``INSIDE`` against the router of ``pair``, by pytest of the environment of ``package``.
+
+    ``more``: further options of the tests. Fails unless all of them passed.
+    """
+    own = ["-c", "/dev/null", "--rootdir", INSIDE, "--confcutdir", INSIDE, "-p", "no:cacheprovider", "-q"]
+    ask = ["--url", pair.router.url, "--model", model, *more]
+    said = run_client([python_of(package), "-m", "pytest", *own, INSIDE / file, *ask], 1200)
+    assert " passed" in said
+    assert "skipped" not in said
 
 
 def counters(pair: Pair) -> dict[str, int]:
