@@ -20,14 +20,14 @@ def read_conversation(
 ) -> Conversation:
     """Convert a body's messages to the conversation that the chat template renders.
 
-    ``add_generation_prompt``: begin the assistant's next turn; None means True unless ``continue_final_message``, with
-    which the answer continues the last message. ``args``: variables for the template. ``tools``: what the assistant may
-    call.
+    ``add_generation_prompt``: begin the assistant's next turn; None means True unless the last message is continued.
+    ``continue_final_message``: the answer continues the last message. It also does if that is only a beginning.
+    ``args``: variables for the template. ``tools``: what the assistant may call.
     """
-    if add_generation_prompt is None:
-        add_generation_prompt = not continue_final_message
+    continues = continue_final_message or messages[-1].is_beginning
+    begins = add_generation_prompt is not False and not continues
     turns = [_turn(message) for message in messages]
-    return Conversation(turns, add_generation_prompt, continue_final_message, args, for_template(tools) or None)
+    return Conversation(turns, begins, continues, args, for_template(tools) or None)
 
 
 def _turn(message: ChatMessageBody) -> ChatMessage:

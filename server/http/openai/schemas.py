@@ -168,6 +168,9 @@ class ChatMessageBody(Body):
     """One turn of a conversation. ``name`` and ``reasoning_content`` are there for the model's template.
 
     ``reasoning`` is vLLM's name of ``reasoning_content``.
+
+    ``prefix`` of an assistant's last message says that the answer continues it, as with ``continue_final_message``.
+    DeepSeek and Mistral call it so, and aider sends it; Moonshot and Alibaba call it ``partial``.
     """
 
     unserved: ClassVar[Unserved] = CHAT_MESSAGE
@@ -180,6 +183,8 @@ class ChatMessageBody(Body):
     reasoning: str | None = None
     tool_calls: ToolCallBodies = Field(default_factory=list)
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    prefix: bool = False
+    partial: bool = False
 
     @model_validator(mode="after")
     def _check_role(self) -> ChatMessageBody:
@@ -189,7 +194,15 @@ class ChatMessageBody(Body):
             raise FieldError("tool_calls", 'belongs to a message of role "assistant"')
         if self.tool_call_id is not None and self.role != "tool":
             raise FieldError("tool_call_id", 'belongs to a message of role "tool"')
+        for name in ("prefix", "partial"):
+            if getattr(self, name) and self.role != "assistant":
+                raise FieldError(name, 'belongs to a message of role "assistant"')
         return self
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether the message is only the beginning of one, which the answer continues if it is the last."""
+        return self.prefix or self.partial
 
     @property
     def characters(self) -> int:

@@ -111,6 +111,21 @@ def test_a_field_that_is_ignored_is_logged_once(caplog: pytest.LogCaptureFixture
     assert [line.split()[2] for line in lines] == ["messages[].cache_control,", "prompt_cache_key,"]
 
 
+@pytest.mark.parametrize("name", ["prefix", "partial"])
+def test_a_last_message_that_is_only_a_beginning_is_continued(name: str) -> None:
+    begun = {"role": "assistant", "content": "So", name: True}
+    for fields in ({}, {"add_generation_prompt": True}):
+        going_on = asked(messages=[USER, begun], **fields).chat
+        assert going_on is not None
+        assert (going_on.add_generation_prompt, going_on.continue_final_message) == (False, True)
+    for messages in ([USER, {**begun, name: False}], [USER, begun, USER]):
+        ended = asked(messages=messages).chat
+        assert ended is not None
+        assert (ended.add_generation_prompt, ended.continue_final_message) == (True, False)
+    error = chat(messages=[{**USER, name: True}])[0].json()["error"]
+    assert (error["status"], error["param"]) == (400, f"messages[0].{name}")
+
+
 def test_what_asks_for_another_prompt_reaches_the_tokenizer() -> None:
     plain = asked()
     assert plain.chat is not None
