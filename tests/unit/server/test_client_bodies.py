@@ -2,6 +2,9 @@
 
 ``payloads/clients.jsonl`` has a line for each request: the client, the feature that was used, the path, the body, and
 the ignored fields. The libraries wrote the bodies, and the texts in them are our own.
+
+Bodies of Continue's editor and of Open WebUI follow their sources: Continue's ``openaiTypeConverters.ts``, and
+``routers/openai.py`` of Open WebUI 0.12.4.
 """
 
 from __future__ import annotations
