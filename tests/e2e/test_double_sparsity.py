@@ -81,7 +81,8 @@ def test_at_once_and_behind_cached_prompts(served: Served, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_after_a_retraction(served: Served, tmp_path: Path) -> None:
     # What is recomputed is never found in the cache.
-    small = ("--max-total-tokens", "640", "--schedule-conservativeness", "0.01", "--disable-radix-cache")
+    bold = ("--schedule-conservativeness", "0.01", "--itl-budget-ms", "0")
+    small = ("--max-total-tokens", "640", *bold, "--disable-radix-cache")
     with launched(tmp_path, "small", "server", *served.args, *ONE_THREAD, *small) as server:
         server.wait_healthy()
         assert answers(server) == served.expected

@@ -164,7 +164,8 @@ def test_pool_so_small_that_requests_are_retracted(tmp_path, prompt_ids, referen
     # FOX alone takes most of it, so that the others, admitted on a bold estimate, run out of pages while they decode.
     # Shortest first, it would come when they are done.
     # And the one server here with a thread for every core.
-    small = ("--max-total-tokens", "512", "--schedule-conservativeness", "0.01", "--schedule-policy", "fcfs")
+    bold = ("--schedule-conservativeness", "0.01", "--itl-budget-ms", "0")
+    small = ("--max-total-tokens", "512", *bold, "--schedule-policy", "fcfs")
     with launched(tmp_path, "small", "server", *FLOAT32, *small) as server:
         server.wait_healthy()
         indices = [*WAYS, *(i for i in range(len(PROMPTS) - 1) if i not in WAYS)][:12]

@@ -68,7 +68,7 @@ def test_quantised_kv_gives_the_tokens_of_one_instance(tmp_path, tiny_args, kv_d
         assert outputs(server) == reference
         crowd = crowd_of(server, at_once=1)
         assert server.info()["kv_layout"]["groups"][0]["scale_dtype"] == "float32"
-    bold = ("--schedule-conservativeness", "0.01")
+    bold = ("--schedule-conservativeness", "0.01", "--itl-budget-ms", "0")
     with launched(tmp_path, "small", "server", *args, *ENGINES["cpu"], *ONE_THREAD, *short, *bold) as server:
         server.wait_healthy()
         assert crowd_of(server, at_once=8) == crowd
