@@ -80,7 +80,9 @@ class Retraction:
         self._memory.give_way(req)
         del self._running[req.rid]
         req.state = ReqState.WAITING
-        req.phases.enter(Phase.QUEUE, now)
+        # A step under way still computes its next token: it waits once that has come.
+        if not req.pending:
+            req.phases.enter(Phase.QUEUE, now)
         req.route = Route.LOCAL
         req.computed = 0
         req.retractions += 1

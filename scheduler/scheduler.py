@@ -307,8 +307,9 @@ class Scheduler:
         if req.hold is not None:
             req.hold.proven = req.known_len
         req.times.first_token = req.times.first_token or now
-        # A token that was under way when its request was retracted ends no phase.
-        if req.phases.phase is Phase.PREFILL and req.state is not ReqState.PREFILLING:
+        if req.state is ReqState.WAITING and not req.pending:
+            req.phases.enter(Phase.QUEUE, now)  # it was retracted while this step was under way
+        elif req.phases.phase is Phase.PREFILL and req.state is not ReqState.PREFILLING:
             req.phases.enter(Phase.TRANSFER if req.route is Route.OUTGOING else Phase.DECODE, now)
         req.append(token, logprob)
         if req.timing.timeline is not None and not req.timing.timeline.first_step:

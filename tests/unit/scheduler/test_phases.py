@@ -154,6 +154,19 @@ def test_what_a_retraction_costs_is_queue_and_prefill() -> None:
             assert account.decode_ms == pytest.approx(after_first)
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_step_under_way_when_its_request_is_retracted_is_no_queue(tokens: int) -> None:
+    sim = SlowInstance()
+    sim.submit("a", range(8), max_new_tokens=tokens)
+    sim.plan()
+    sim.scheduler.planner.retraction.retract(sim.scheduler.reqs["a"], sim.now)
+    sim.run_until_idle()
+    account = sim.checked("a")
+    # It waited for its two plans only, 1 ms each.
+    assert account.queue_ms == pytest.approx(2 if tokens > 1 else 1)
+    assert account.prefill_ms >= 4
+
+
 def test_a_request_that_is_aborted_while_it_waits_was_queued() -> None:
     sim = SlowInstance(make_options(max_running_requests=1))
     sim.submit("a", range(8), max_new_tokens=20)
