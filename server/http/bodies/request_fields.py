@@ -40,9 +40,8 @@ def _check_stops(stop: str | list[str]) -> list[str]:
 
 
 Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]
-TopP = Annotated[float, Field(gt=0, le=1)]
-TopPFromZero = Annotated[float, Field(ge=0, le=1), AfterValidator(lambda top_p: top_p or LEAST_TOP_P)]
-"""``top_p`` of APIs in which 0 leaves only the most probable token."""
+TopP = Annotated[float, Field(ge=0, le=1), AfterValidator(lambda top_p: top_p or LEAST_TOP_P)]
+"""0 leaves only the most probable token, as in OpenAI's API."""
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), INTEGRAL]
 """-1 and 0: all."""
 MinP = Annotated[float, Field(ge=0, le=1)]

@@ -24,7 +24,7 @@ from ..bodies.request_fields import (
     Seed,
     Stops,
     TopK,
-    TopPFromZero,
+    TopP,
 )
 from ..bodies.structure import Source, grammars_of, one_grammar
 from ..bodies.unserved import ANYTHING, IGNORED, Unserved, neutral
@@ -156,7 +156,7 @@ class LlamaBody(RequestFields):
     temperature: Annotated[float, Field(le=MAX_TEMPERATURE), AfterValidator(lambda value: max(value, 0.0))] = 1.0
     """0 and less: greedy."""
     top_k: TopK = -1
-    top_p: TopPFromZero = 1.0
+    top_p: TopP = 1.0
     min_p: MinP = 0.0
     repeat_penalty: RepetitionPenalty = 1.0
     presence_penalty: Penalty = 0.0

@@ -21,7 +21,7 @@ from ..bodies.request_fields import (
     Stops,
     Temperature,
     TopK,
-    TopPFromZero,
+    TopP,
 )
 from ..bodies.structure import ANY_OBJECT, grammars_of, one_grammar
 from ..bodies.tool_fields import MAX_TOOL_CALLS, CallId, ListedTool, ToolList, ToolName, ToolType, Values, served_tools
@@ -63,7 +63,7 @@ class OllamaOptions(Body):
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {"repeat_penalty": "repetition_penalty"}
 
     temperature: Temperature = 1.0
-    top_p: TopPFromZero = 1.0
+    top_p: TopP = 1.0
     top_k: TopK = -1
     min_p: MinP = 0.0
     repeat_penalty: RepetitionPenalty = 1.0

@@ -75,6 +75,7 @@ def front() -> Iterator[Front]:
     [
         ({"top_k": 0}, "top_k", -1),  # vLLM, llama.cpp, transformers
         ({"top_k": -1}, "top_k", -1),
+        ({"top_p": 0}, "top_p", 1e-9),  # OpenAI, llama.cpp: the most probable token
         ({"top_k": 5.0}, "top_k", 5),
         ({"max_tokens": 10.0}, "max_new_tokens", 10),
         ({"min_tokens": 2.0, "max_tokens": 4}, "min_new_tokens", 2),

@@ -61,7 +61,7 @@ def refusal(schema: type[Body], body: dict[str, Any]) -> ApiError:
         ({"sampling_params": {"temperature": -0.1}}, "sampling_params.temperature", "not -0.1"),
         ({"sampling_params": {"temperature": 1e300}}, "sampling_params.temperature", "less than"),
         ({"sampling_params": {"temperature": True}}, "sampling_params.temperature", "must be a number"),
-        ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p", "greater than 0"),
+        ({"sampling_params": {"top_p": -0.1}}, "sampling_params.top_p", "greater than or equal to 0"),
         ({"sampling_params": {"top_k": -2}}, "sampling_params.top_k", "-1"),
         ({"sampling_params": {"min_p": 1.5}}, "sampling_params.min_p", "1"),
         ({"sampling_params": {"frequency_penalty": 2.5}}, "sampling_params.frequency_penalty", "2"),
