@@ -43,8 +43,9 @@ class ComputeOptions:
     weights_cache: str | None = opt(
         default=None,
         help=(
-            "CPU only: folder for packed weights. Instances with the same model map one copy, and later starts pack "
-            "nothing. off: each instance packs a copy of its own. Default: pdserve/weights in the user's cache folder."
+            "CPU only: folder for packed weights and measured times of steps. Instances with the same model map one "
+            "copy, and later starts pack nothing. off: each instance packs a copy of its own. Default: "
+            "pdserve/weights in the user's cache folder."
         ),
         not_empty=True,
     )

@@ -133,6 +133,7 @@ def load(
     from .steps.measure_steps import measure_steps
     from .steps.step_queue import StepQueue
     from .steps.warm_up import warm_up
+    from .weights_cache.step_times import file_of, known_or_measured
 
     model, steps = started.model, started.steps
     with floating(started.placement):
@@ -147,8 +148,11 @@ def load(
     started.settle()
     freeze()
     # Behind the freeze, as the steps of requests will be.
-    measured = measure_steps(
-        steps, options.max_running_requests, model.context_length, options.page_size, rehearse=is_beside
+    measured = known_or_measured(
+        file_of(options, started.machine, model.fingerprint, model.context_length),
+        lambda: measure_steps(
+            steps, options.max_running_requests, model.context_length, options.page_size, rehearse=is_beside
+        ),
     )
     seconds = {**started.seconds, "warm_up": time.monotonic() - loaded}
     prefault = PoolPrefault.of(model.pools.region, model.pools.layout)
