@@ -16,7 +16,8 @@ from ...runtime.web.json_response import json_response
 class AnswerBody(BaseModel):
     """Base of all: no field that is not declared, and no other type than the one that is."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    # Built at the first use: most servers never answer in most of these shapes.
+    model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)
 
 
 def respond(answer: AnswerBody) -> Response:
