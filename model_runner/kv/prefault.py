@@ -30,6 +30,8 @@ MARGIN_BYTES = 64 << 20
 
 More would delay the other processes of a host, which start at the same time, and stay in memory unused.
 """
+FIRST_BYTES = 16 << 20
+"""Committed before the first step: a first prompt of 700 tokens of SmolLM2. Instances may stay idle for long."""
 MARGIN_SHARE = 8
 """Never more than this part of the memory that is free when the pool is made: others may want it first."""
 SLICE_BYTES = 256 << 10
@@ -60,7 +62,8 @@ class PoolPrefault:
         self._is_idle = False
         self._is_private = region is not None and region.fd is None
         self._most = 0 if region is None else region.nbytes
-        self._target = min(margin_bytes, self._most)
+        self._target = 0
+        self.again()
 
     @classmethod
     def of(cls, region: KVRegion | None, layout: KVLayout) -> PoolPrefault:
@@ -114,10 +117,10 @@ class PoolPrefault:
     def again(self) -> None:
         """Resume after ``forget``, when the region's memory is in use again.
 
-        ``advance`` then commits it from the beginning.
+        ``advance`` then commits it from the beginning, ``FIRST_BYTES`` until a step uses some of it.
         """
         if self._region is not None:
-            self._target = min(self._margin, self._most)
+            self._target = min(FIRST_BYTES, self._margin, self._most)
 
     def advance(self) -> None:
         """Commit (fault in) the next slice of the region ahead of its use, within the margin beyond the last used slot.

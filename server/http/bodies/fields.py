@@ -131,8 +131,8 @@ class FieldError(ValueError):
 class Body(BaseModel):
     """A request body, or an object inside one."""
 
-    # Names are checked before: what is left of the others here is ignored. A body is built at its first request, which
-    # takes 7 ms for a chat; all of them would take a tenth of a second of each start.
+    # Names are checked before: what is left of the others here is ignored. A body is built at its first request, 7 ms
+    # for a chat. All of them would take a tenth of a second of each start.
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, defer_build=True)
 
     may_be_left_out: ClassVar[bool] = False

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from pdserve.mem_cache.kv_pages.region import allocate_region
-from pdserve.model_runner.kv.prefault import IDLE_MS, LOOK_BYTES, RESERVE_SHARE, SLICE_BYTES, PoolPrefault
+from pdserve.model_runner.kv.prefault import (
+    FIRST_BYTES,
+    IDLE_MS,
+    LOOK_BYTES,
+    RESERVE_SHARE,
+    SLICE_BYTES,
+    PoolPrefault,
+)
 from pdserve.runtime.machine.memory import Memory
 
 SLOT_BYTES = 1024
@@ -28,7 +35,7 @@ def faults_while_writing(region, begin, end):
 
 
 def run_until_done(prefault):
-    for _ in range(100):
+    for _ in range(1000):
         if prefault.wait_ms == -1:
             return
         prefault.advance()
@@ -59,6 +66,17 @@ def test_the_margin_moves_with_the_highest_slot_and_ends_with_the_pool():
     prefault.used(region.nbytes // SLOT_BYTES - 1)
     run_until_done(prefault)
     assert prefault.committed == region.nbytes
+    region.close()
+
+
+def test_little_is_committed_before_the_first_step():
+    region = allocate_region(4 * FIRST_BYTES, shared=True)
+    prefault = PoolPrefault(region, SLOT_BYTES, plenty, 2 * FIRST_BYTES)
+    run_until_done(prefault)
+    assert prefault.committed == FIRST_BYTES
+    prefault.used(0)
+    run_until_done(prefault)
+    assert 2 * FIRST_BYTES < prefault.committed <= 2 * FIRST_BYTES + SLICE_BYTES
     region.close()
 
 
@@ -109,6 +127,7 @@ def test_the_last_of_the_memory_is_not_committed_ahead():
     total, free = 10 * LOOK_BYTES, 10 * LOOK_BYTES // RESERVE_SHARE + 5 * LOOK_BYTES // 2
     region = allocate_region(8 * LOOK_BYTES, shared=False)
     prefault = PoolPrefault(region, SLOT_BYTES, lambda: Memory(total, free - prefault.committed), region.nbytes)
+    prefault.used(0)
     for _ in range(8 * LOOK_BYTES // SLICE_BYTES):
         if prefault.wait_ms == -1:
             break
