@@ -35,9 +35,13 @@ def foreign(state: os.stat_result) -> str:
 def read_secret(path: str | Path) -> bytes:
     """Read a file with keys or secrets.
 
-    Raises ``PermissionError`` if another user owns it and so could change it at any time, and ``OSError``.
+    Raises ``PermissionError`` if another user owns it, or a link on the way to it, and so could change it at any time.
+    Raises ``OSError`` too.
     """
-    with Path(path).expanduser().open("rb") as file:
+    place = Path(path).expanduser().absolute()
+    if not place.is_relative_to("/proc") and not place.is_relative_to("/dev"):  # open descriptors have names there
+        place = without_links(place)
+    with place.open("rb") as file:
         state = os.fstat(file.fileno())
         # A pipe or a file without a name comes from the program that started this server.
         if stat.S_ISREG(state.st_mode) and (reason := foreign(state)):

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
+import re
+import stat
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from ...messages.worker import MachineUse, MeasuredStep
 from ...runtime.machine.processor import cpu_model
-from ...runtime.private_cache import is_there, publish
-from ...runtime.trusted_path import make_private_folder
+from ...runtime.private_cache import publish
+from ...runtime.trusted_path import distrust, make_private_folder, without_links
 from ..cpu_engine.build import choose_level, library_path
 from ..options import WorkerOptions
 from .cache import weights_folder
@@ -31,8 +33,20 @@ log = logging.getLogger(__name__)
 
 MAX_AGE_SECONDS = 86400.0
 MAX_BYTES = 1 << 16
-MAX_MS = 1e6
-SUFFIX = ".steps"
+SUFFIX, NEW = ".steps", ".new"
+OWN_FILE = re.compile(r"[0-9a-f]{32}(\.steps|\w*\.new)")
+"""Names that ``file_of`` and ``_write`` give. The folder may be the user's own, with other files."""
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A ``MeasuredStep`` in the file, with bounds."""
+
+    decodes: Size
+    kv_tokens: Size
+    prompt_tokens: Size
+    prompt_pairs: Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+    forward_ms: Annotated[float, msgspec.Meta(ge=1e-3, le=1e6)]
 
 
 def file_of(options: WorkerOptions, machine: MachineUse, fingerprint: str, context_length: int) -> Path | None:
@@ -65,8 +79,9 @@ def known_or_measured(path: Path | None, measure: Callable[[], list[MeasuredStep
     measured = measure()
     try:
         make_private_folder(path.parent)
-        _write(path, measured)
-        _remove_old(path.parent)
+        place = without_links(path.parent) / path.name
+        _write(place, measured)
+        _remove_old(place.parent)
     except OSError as e:
         log.info("the times of steps are measured at each start, as %s can't be written: %s", path, e.strerror or e)
     return measured
@@ -75,28 +90,22 @@ def known_or_measured(path: Path | None, measure: Callable[[], list[MeasuredStep
 def _read(path: Path) -> list[MeasuredStep]:
     """Return the times in ``path``, or [] if there are none to rely on."""
     try:
-        if not is_there(path):
-            return []
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        place = without_links(path.parent) / path.name
+        reason = distrust(place.parent.lstat())
+        fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(fd, "rb") as file:
-            if abs(time.time() - os.fstat(fd).st_mtime) > MAX_AGE_SECONDS:
+            state = os.fstat(fd)
+            reason = reason or distrust(state) or ("" if stat.S_ISREG(state.st_mode) else "it is not a file")
+            if reason or abs(time.time() - state.st_mtime) > MAX_AGE_SECONDS:
                 return []
-            steps = msgspec.json.decode(file.read(MAX_BYTES), type=list[MeasuredStep])
-    except OSError as e:
-        log.warning("the times of steps in %s are not used: %s", path, e.strerror or e)
+            kept = msgspec.json.decode(file.read(MAX_BYTES), type=list[_Kept])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return []
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return []
-    return steps if all(_is_plausible(step) for step in steps) else []
-
-
-def _is_plausible(step: MeasuredStep) -> bool:
-    sizes = (step.decodes, step.kv_tokens, step.prompt_tokens, step.prompt_pairs)
-    return all(size >= 0 and math.isfinite(size) for size in sizes) and 0 < step.forward_ms <= MAX_MS
+    return [MeasuredStep(*msgspec.structs.astuple(step)) for step in kept]
 
 
 def _write(path: Path, steps: list[MeasuredStep]) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".new", delete=False) as file:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=NEW, delete=False) as file:
         made = Path(file.name)
         try:
             file.write(msgspec.json.encode(steps))
@@ -109,7 +118,7 @@ def _write(path: Path, steps: list[MeasuredStep]) -> None:
 
 def _remove_old(folder: Path) -> None:
     oldest = time.time() - MAX_AGE_SECONDS
-    for path in (*folder.glob(f"*{SUFFIX}"), *folder.glob("*.new")):
+    for path in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*{NEW}")):
         with suppress(OSError):
-            if path.lstat().st_mtime < oldest:
+            if OWN_FILE.fullmatch(path.name) and path.lstat().st_mtime < oldest:
                 path.unlink()

@@ -243,15 +243,16 @@ def access_line(record: AccessRecord, seconds: float) -> str:
 
 
 def _may_be_a_stranger(record: AccessRecord) -> bool:
-    """Return whether a request was answered with a 4xx status and its sender may be unknown.
+    """Return whether a client needs no key to have this request's line written. Such lines are limited.
 
-    That holds for every 401 and 403, for open paths, and where no key was found. Such lines are limited, to protect the
-    log.
+    That holds for every 401 and 403, for ``OPTIONS``, for errors of open paths, and for other 4xx where no key was
+    found.
     """
-    if record.status in (401, 403):
+    if record.status in (401, 403) or record.method == "OPTIONS":
         return True
-    is_open = record.facts.access is Access.OPEN
-    return 400 <= record.status < 500 and (is_open or not record.is_known)
+    if record.facts.access is Access.OPEN:
+        return record.status >= 400
+    return 400 <= record.status < 500 and not record.is_known
 
 
 def _words(details: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from .bodies.field_names import IGNORED_HEADER
 from .bodies.fields import TAG, Body, FieldError
 from .bodies.large_bodies import LARGE_BYTES, check_amount, parse_in_pieces
 from .bodies.request_fields import RequestFields
+from .bodies.tool_fields import ArgumentBudget
 from .errors import ApiError, bad_request
 from .state import HttpState
 
@@ -72,7 +73,7 @@ def validate(schema: type[B], content: dict[str, Any]) -> B:
     the first offending field.
     """
     try:
-        return schema.model_validate(content)
+        return schema.model_validate(content, context=ArgumentBudget())
     except ValidationError as e:
         raise _explain(e.errors(include_url=False)[0]) from None
 

@@ -161,6 +161,20 @@ def template_bomb(rng: random.Random) -> tuple[str, Json]:
     return path, {"messages": messages, "chat_template_kwargs": args, "tools": tools}
 
 
+def argument_bomb(rng: random.Random) -> tuple[str, Json]:
+    """Return a path and a body of calls whose arguments are text: a parser of the body does not see their values."""
+    inner: Any = rng.choice(([[[]] * 50] * 50, [{}] * 3000, [0] * 30_000, ["[{,"] * 5000))
+    text = json.dumps({"a": [inner] * rng.choice((1, 5))}, separators=(",", ":"))
+    count = rng.choice((1, 2 << 20, 8 << 20, 24 << 20)) // len(text) + 1
+    call = {"id": "c", "type": "function", "function": {"name": "w", "arguments": text}}
+    item = {"type": "function_call", "call_id": "c", "name": "w", "arguments": text}
+    turns = [{"role": "assistant", "tool_calls": [call] * min(count - i, 200)} for i in range(0, count, 200)]
+    path = rng.choice(("/v1/chat/completions", "/tokenize", "/apply-template", "/v1/responses"))
+    if path == "/v1/responses":
+        return path, {"input": [USER, *[item] * count], "max_output_tokens": 1}
+    return path, {"messages": [USER, *turns]}
+
+
 def large_conversation(rng: random.Random) -> tuple[str, Json]:
     """Return a path and a body with a conversation at the limits of its API."""
     text = {"type": "text", "text": "x"}
@@ -234,7 +248,8 @@ def native_bomb(rng: random.Random) -> tuple[str, Json]:
 
 def bomb(rng: random.Random) -> tuple[str, Json]:
     """Return a path and a body of any kind."""
-    kind = rng.choice((native_bomb, native_bomb, template_bomb, large_conversation, large_conversation, "schema"))
+    kinds = (native_bomb, native_bomb, template_bomb, argument_bomb, large_conversation, large_conversation, "schema")
+    kind = rng.choice(kinds)
     if not isinstance(kind, str):
         return kind(rng)
     if rng.random() < 0.3:

@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from ..bodies.fields import Body, FieldError
 from ..bodies.message_fields import TextOrParts
-from ..bodies.tool_fields import CallId, ToolName, Values
+from ..bodies.tool_fields import Arguments, CallId, ToolName
 from ..bodies.typed import Needs, TypeName, check_type
 from ..bodies.unserved import ANYTHING, IGNORED, Unserved
 
@@ -97,7 +97,7 @@ class BlockBody(Body):
     id: CallId | None = None
     """Id of a call."""
     name: ToolName | None = None
-    input: Values | None = None
+    input: Arguments | None = None
     """Arguments of a call."""
     tool_use_id: CallId | None = None
     """Id of the call that a result is of."""

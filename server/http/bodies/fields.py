@@ -83,10 +83,16 @@ Rid = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_check_
 
 
 def check_small(value: dict[str, Any], most_values: int = MAX_FREE_VALUES) -> dict[str, Any]:
-    """Check the size of a free-form JSON object, and return it unchanged.
+    """Check the size of a free-form JSON object, and return it unchanged. Raises ``ValueError`` as ``count_small``."""
+    count_small(value, most_values)
+    return value
 
-    Raises ``ValueError`` if it has more than ``most_values`` values at all levels together, too many characters, or
-    more levels than messages can have.
+
+def count_small(value: dict[str, Any], most_values: int) -> int:
+    """Return the number of values in a free-form JSON object, at all levels together.
+
+    Raises ``ValueError`` if it has more than ``most_values`` of them, too many characters, or more levels than messages
+    can have.
     """
     values = characters = 0
     level: list[Any] = [value]
@@ -106,7 +112,7 @@ def check_small(value: dict[str, Any], most_values: int = MAX_FREE_VALUES) -> di
             raise ValueError(f"holds more than {MAX_FREE_CHARACTERS} characters")
         level = [item for item in inner if isinstance(item, dict | list)]
         if not level:
-            return value
+            return values
     raise ValueError(f"is nested more than {MAX_LEVELS} levels deep")
 
 

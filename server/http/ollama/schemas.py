@@ -24,7 +24,17 @@ from ..bodies.request_fields import (
     TopP,
 )
 from ..bodies.structure import ANY_OBJECT, grammars_of, one_grammar
-from ..bodies.tool_fields import MAX_TOOL_CALLS, CallId, ListedTool, ToolList, ToolName, ToolType, Values, served_tools
+from ..bodies.tool_fields import (
+    MAX_TOOL_CALLS,
+    Arguments,
+    CallId,
+    ListedTool,
+    ToolList,
+    ToolName,
+    ToolType,
+    Values,
+    served_tools,
+)
 from ..bodies.unserved import ANYTHING, IGNORED, Unserved, neutral
 
 TEXT, SCHEMA, SWITCH, LEVEL = TAG + "text", TAG + "schema", TAG + "switch", TAG + "level"
@@ -137,7 +147,7 @@ class OllamaCalledFunction(Body):
     unserved: ClassVar[Unserved] = dict.fromkeys(("index", "description"), ANYTHING)
 
     name: ToolName
-    arguments: Values = Field(default_factory=dict)
+    arguments: Arguments = Field(default_factory=dict)
 
 
 class OllamaCall(Body):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 
 from ....messages.conversation import ChatToolCall
 from ...output_parsers.base import Tools
@@ -62,17 +62,17 @@ class ToolCallBody(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    _decoded: dict[str, Any] = PrivateAttr(default_factory=dict)
+
     @model_validator(mode="after")
-    def _check_arguments(self) -> ToolCallBody:
-        self.decoded()
+    def _decode(self, info: ValidationInfo) -> ToolCallBody:
+        self._decoded = decode_arguments(self.function.name, self.function.arguments, info.context)
         return self
 
+    @property
     def decoded(self) -> dict[str, Any]:
-        """Return the call's arguments, parsed if they are text.
-
-        Raises ``ValueError`` if they are no JSON object, or too large.
-        """
-        return decode_arguments(self.function.name, self.function.arguments)
+        """The call's arguments, parsed if they are text."""
+        return self._decoded
 
 
 def _check_tools(tools: list[ToolBody]) -> list[ToolBody]:
@@ -90,7 +90,7 @@ ToolChoice = Annotated[
 
 def read_calls(calls: Sequence[ToolCallBody]) -> list[ChatToolCall]:
     """Convert the tool calls of a message to what chat templates get, with decoded arguments."""
-    return [ChatToolCall(call.id, call.function.name, call.decoded()) for call in calls]
+    return [ChatToolCall(call.id, call.function.name, call.decoded) for call in calls]
 
 
 def for_template(tools: Sequence[ToolBody]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ class _AssistantTurn:
     def add(self, item: InputItem) -> None:
         """Add ``item``, which the turn takes."""
         if item.type == CALL:
-            self.calls.append(ChatToolCall(item.call_id or "", item.name or "", item.decoded()))
+            self.calls.append(ChatToolCall(item.call_id or "", item.name or "", item.decoded))
         elif item.type == REASONING:
             self.thoughts.append(item.thought())
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 
 from ..bodies.fields import MANY, ONE, Body, FieldError, one_or_many
 from ..bodies.message_fields import MAX_PARTS, TextOrParts
@@ -76,17 +76,19 @@ class InputItem(Body):
     """Output of a call."""
     summary: Parts = Field(default_factory=list)
     encrypted_content: str | None = None
+    _decoded: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
-    def _check_type(self) -> InputItem:
+    def _check_type(self, info: ValidationInfo) -> InputItem:
         check_type(self, self.type, NEEDS)
         if self.type == CALL:
-            self.decoded()
+            self._decoded = decode_arguments(self.name or "", self.arguments or "", info.context)
         return self
 
+    @property
     def decoded(self) -> dict[str, Any]:
-        """Return the arguments of a call. Raises ``ValueError`` if they are no JSON object, or too large."""
-        return decode_arguments(self.name or "", self.arguments or "")
+        """The arguments of a call, parsed."""
+        return self._decoded
 
     def texts(self) -> list[str]:
         """Return the texts of a message or of a call's output, one for each part."""

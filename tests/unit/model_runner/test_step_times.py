@@ -59,6 +59,8 @@ def test_without_a_file_every_start_measures() -> None:
         b'[{"decodes":-1,"kv_tokens":1,"prompt_tokens":0,"prompt_pairs":0.0,"forward_ms":1.0}]',
         b'[{"decodes":1,"kv_tokens":1,"prompt_tokens":0,"prompt_pairs":0.0,"forward_ms":0.0}]',
         b'[{"decodes":1,"kv_tokens":1,"prompt_tokens":0,"prompt_pairs":0.0,"forward_ms":1e300}]',
+        b'[{"decodes":1,"kv_tokens":1,"prompt_tokens":0,"prompt_pairs":0.0,"forward_ms":1e-300}]',
+        b'[{"decodes":1' + b"0" * 400 + b',"kv_tokens":1,"prompt_tokens":0,"prompt_pairs":0.0,"forward_ms":1.0}]',
         b'[{"decodes":1,"kv_tokens":1,"prompt_tokens":0,"prompt_pairs":1e999,"forward_ms":1.0}]',
         b'[{"decodes":1,"kv_tokens":1,"prompt_tokens":0,"prompt_pairs":0.0,"forward_ms":1.0},'
         + b" " * (1 << 17)
@@ -85,12 +87,13 @@ def test_a_file_of_another_day_is_replaced(path: Path, sign: int) -> None:
 
 def test_old_files_of_other_models_are_removed(path: Path) -> None:
     then = time.time() - MAX_AGE_SECONDS - 60
-    old, half, weights = (path.with_name(name) for name in ("def.steps", "def123.new", "def.weights"))
-    for file in (old, half, weights):
-        file.touch()
-        os.utime(file, (then, then))
+    own = ("ab" * 16 + ".steps", "ab" * 16 + "x_1.new")
+    others = ("thesis.new", "training.steps", "ab" * 16 + ".weights", "movie.part.new")
+    for name in (*own, *others):
+        path.with_name(name).touch()
+        os.utime(path.with_name(name), (then, then))
     known_or_measured(path.with_name("ghi.steps"), Measured())
-    assert sorted(file.name for file in path.parent.iterdir()) == ["abc.steps", "def.weights", "ghi.steps"]
+    assert {file.name for file in path.parent.iterdir()} == {"abc.steps", "ghi.steps", *others}
 
 
 def test_what_others_may_write_to_is_not_read(path: Path) -> None:
@@ -107,6 +110,24 @@ def test_a_link_is_not_followed_but_replaced(path: Path) -> None:
     assert known_or_measured(path, Measured()) == OTHER
     assert not path.is_symlink()
     assert elsewhere.read_bytes() == content
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_file_of_another_user_is_replaced(path: Path) -> None:
+    os.chown(path, 65534, 65534)
+    assert known_or_measured(path, Measured()) == OTHER
+    assert path.stat().st_uid == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_folder_behind_another_users_link_is_not_used(path: Path) -> None:
+    link = path.parent.parent / "link"
+    link.symlink_to(path.parent)
+    measure = Measured()
+    assert known_or_measured(link / path.name, measure) == STEPS
+    os.chown(link, 65534, 65534, follow_symlinks=False)
+    assert known_or_measured(link / path.name, measure) == OTHER
+    assert known_or_measured(path, measure) == STEPS
 
 
 def test_a_folder_of_others_is_left_alone(path: Path) -> None:

@@ -226,6 +226,20 @@ def test_the_access_log_can_be_switched_off(caplog: pytest.LogCaptureFixture) ->
     assert lines(caplog) == []
 
 
+def test_preflights_can_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    asks = {"origin": "https://chat.example.org", "access-control-request-method": "POST"}
+
+    async def run(engine: FakeEngine) -> None:
+        async with engine.http() as client:
+            for _ in range(2 * LINES):
+                assert (await client.options("/generate", headers=asks)).status_code == 200
+                assert (await client.options("/moved")).status_code == 204
+
+    with caplog.at_level(logging.INFO, ACCESS):
+        with_engine(run, api_key="secret", allowed_origins="https://chat.example.org")
+    assert len(lines(caplog)) == LINES
+
+
 def test_a_client_without_a_key_can_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def run(engine: FakeEngine) -> None:
         async with engine.http() as client:

@@ -216,6 +216,17 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path, monkeypatch: pyt
         LogFolder(asked)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give links away")
+def test_a_key_file_is_not_read_through_another_users_link(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("a key")
+    link = tmp_path / "keys"
+    link.symlink_to(tmp_path / "target")
+    assert trusted_path.read_secret(link) == b"a key"
+    os.lchown(link, 65534, 65534)
+    with pytest.raises(PermissionError, match="is a link, and it belongs to user 65534"):
+        trusted_path.read_secret(link)
+
+
 def test_links_resolve_as_pathlib_does(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "up").symlink_to("a/b/../b")
