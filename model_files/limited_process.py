@@ -8,9 +8,15 @@ from pathlib import Path
 
 
 def limit_process(memory_bytes: int) -> None:
-    """Limit this process's address space to its present size plus ``memory_bytes``, and forbid it to write to files."""
+    """Limit this process's address space to its present size plus ``memory_bytes``, and forbid it to write to files.
+
+    A limit that the process has already (``ulimit -v``) stays if it is lower.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + memory_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 

@@ -75,6 +75,22 @@ def is_hub_name(path: str) -> bool:
     return not (local.is_absolute() or path.startswith((".", "~")) or path.endswith(".gguf") or path.count("/") > 1)
 
 
+def is_file(path: Path) -> bool:
+    """Return whether there is a file that this user can see. ``Path.is_file`` raises if a folder can't be entered."""
+    try:
+        return path.is_file()
+    except PermissionError:
+        return False
+
+
+def is_dir(path: Path) -> bool:
+    """Return whether there is a folder that this user can see."""
+    try:
+        return path.is_dir()
+    except PermissionError:
+        return False
+
+
 def _local_source(path: str) -> ModelSource | None:
     """Find the model that ``path`` names on this machine; None if it may be a hub name.
 
@@ -83,12 +99,12 @@ def _local_source(path: str) -> ModelSource | None:
     if path == EMBEDDED_MODEL:
         return ModelSource("gguf", _embedded_gguf())
     local = Path(path).expanduser()
-    if local.is_file():
+    if is_file(local):
         return _resolve_file(local)
-    if local.is_dir():
+    if is_dir(local):
         return _resolve_folder(local)
     if not is_hub_name(path):
-        raise ModelNotFound(f"there is no file or folder {path!r}; check --model-path")
+        raise ModelNotFound(f"there is no file or folder {path!r} that this user can read; check --model-path")
     return None
 
 

@@ -27,7 +27,7 @@ from ..runtime.malloc import return_freed_memory
 from ..runtime.rlimits import allow_many_connections
 from ..runtime.run_dir import RunDir
 from ..runtime.secret_files import warn_of_exposed_files
-from ..runtime.signals import STOP, ignore_stray_signals, unignored
+from ..runtime.signals import STOP, EchoFilter, ignore_stray_signals, unignored
 from ..runtime.web.keys import read_keys
 from ..runtime.web.own_admin_key import draw_own_admin_key, own_admin_key
 from ..runtime.web.ports import http_url, listen
@@ -57,6 +57,7 @@ class RouterServer(uvicorn.Server):
         """
         loop = asyncio.get_running_loop()
         ignore_stray_signals()
+        self._echoes = EchoFilter()
         handled = [STOP, *unignored((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))]
         for number in handled:
             loop.add_signal_handler(number, self._stop, number)
@@ -67,7 +68,7 @@ class RouterServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _stop(self, number: signal.Signals) -> None:
-        if number == STOP and self.should_exit:
+        if self._echoes.is_echo(number) or (number == STOP and self.should_exit):
             return
         if self.should_exit or number in (signal.SIGINT, signal.SIGHUP):
             self.force_exit = True

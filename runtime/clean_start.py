@@ -9,6 +9,8 @@ imports an entry module is left alone.
 - A current directory that was deleted is left.
 - Standard streams that the parent closed are opened on /dev/null. Otherwise the next socket would get their number, and
   log lines would be written into it.
+- Signals that the parent blocked are let in, and SIGCHLD has its default: where it is ignored, no process can wait for
+  its children.
 - Text is UTF-8 whatever the locale is: if the locale says otherwise, Python is started again in its UTF-8 mode.
 """
 
@@ -73,7 +75,16 @@ def use_utf8() -> None:
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
+def let_signals_in() -> None:
+    """Unblock all signals, and give SIGCHLD its default. Both are inherited from the parent."""
+    import signal  # no sooner: this file would be looked for in the current directory
+
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 if is_own_program():
     drop_current_directory()
+    let_signals_in()
     open_closed_streams()
     use_utf8()

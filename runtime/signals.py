@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable
 from types import FrameType
 
@@ -23,6 +24,23 @@ FAILED = signal.SIGRTMIN + 1
 """An orderly end like ``STOP``, because a process of the instance died: HTTP reports ``instance_failed``."""
 STRAY = (signal.SIGUSR1,)
 """Signals that mean something to other programs (log rotation), and would end this one by default."""
+
+
+ECHO_SECONDS = 0.1
+"""``timeout`` signals its child and then its whole group: two signals within this time are one."""
+
+
+class EchoFilter:
+    """Recognises a signal that comes a second time because one program sent it to a process and to its group."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, float] = (0, 0.0)
+
+    def is_echo(self, number: int) -> bool:
+        """Note a signal that comes now. Return whether the signal before it was the same, a moment ago."""
+        last, at = self._last
+        self._last = number, time.monotonic()
+        return number == last and self._last[1] - at < ECHO_SECONDS
 
 
 def unignored(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:

@@ -136,6 +136,7 @@ def start_processes(
 def _start_together(
     starts: Sequence[Start], output: IO[bytes], descriptors: Sequence[int], deadline: float
 ) -> Iterator[Child]:
+    started = 0
     read, write = os.pipe()
     words = [word for start in starts for word in (start.module, str(start.spec))]
     argv = python_command("-m", START_TOGETHER, str(write), *words)
@@ -148,8 +149,9 @@ def _start_together(
                 line := stream.readline()
             ):
                 number, pid = map(int, line.split())
+                started += 1
                 yield Child.of(starts[number].name, AdoptedProcess(pid))
-        if starter.wait(max(0.0, deadline - time.monotonic())) != 0:
+        if starter.wait(max(0.0, deadline - time.monotonic())) != 0 or started < len(starts):
             raise StartFailed("the processes beside the workers can't be started; the lines above say why")
     except subprocess.TimeoutExpired:
         names = ", ".join(start.name for start in starts)

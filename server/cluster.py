@@ -23,7 +23,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -36,7 +36,7 @@ from ..runtime.exit_codes import EXIT_USAGE
 from ..runtime.hardening import harden
 from ..runtime.logs import configure_logging
 from ..runtime.machine.topology import read_machine
-from ..runtime.signals import STOP, handle_signals
+from ..runtime.signals import STOP, EchoFilter, handle_signals
 from ..runtime.web.keys import read_keys
 from .cluster_options import ClusterOptions, ClusterOptionsError
 from .cluster_plan import ClusterPlan, plan_cluster
@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL = 0.1
 """Seconds between two looks at /health while the cluster starts."""
 POLL_TIMEOUT = 2.0
+AT_ONCE_SECONDS = 5.0
+"""Time in which a process ends its own ones and removes its files, if it need not finish anything."""
 KILL_GRACE = 5.0
 """Seconds that a process has beyond ``drain_timeout`` before it is killed."""
 
@@ -76,6 +78,7 @@ class Cluster:
         self._all = [*self._instances, self._router]
         self._selector = selectors.DefaultSelector()
         self._signals = 0
+        self._echoes = EchoFilter()
         self._wake_read, self._wake_write = socket.socketpair()
 
     def run(self) -> int:
@@ -112,6 +115,8 @@ class Cluster:
         handle_signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._echoes.is_echo(number):
+            return
         self._signals = max(self._signals, 1) if number == STOP else self._signals + 1
 
     def _start(self, process: ClusterProcess) -> None:
@@ -185,20 +190,28 @@ class Cluster:
             self._end(self._all, KILL_GRACE)
 
     def _end(self, processes: Iterable[ClusterProcess], grace: float) -> None:
-        """Send ``STOP`` and wait for the end.
+        """Send ``STOP`` and wait up to ``grace`` seconds for the end.
 
-        Kill what still runs after ``grace`` seconds, or after a second signal.
+        After a second signal, tell them to end at once, for which they have ``AT_ONCE_SECONDS``. Kill what still runs
+        then.
         """
-        deadline = time.monotonic() + grace
         left = [p for p in processes if p.running]
         for process in left:
             process.send(STOP)
-        while any(p.running for p in left) and time.monotonic() < deadline and self._signals < 2:
-            self._turn(max(0.0, deadline - time.monotonic()))
+        self._wait_for_end(left, grace, lambda: self._signals < 2)
+        if self._signals >= 2:
+            for process in left:
+                process.send(signal.SIGINT)
+            self._wait_for_end(left, AT_ONCE_SECONDS, lambda: True)
         for process in left:
             if process.running:
                 self._selector.unregister(process.pidfd)
                 process.kill()
+
+    def _wait_for_end(self, left: Sequence[ClusterProcess], seconds: float, goes_on: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + seconds
+        while any(p.running for p in left) and time.monotonic() < deadline and goes_on():
+            self._turn(max(0.0, deadline - time.monotonic()))
 
     def summary(self) -> str:
         """Return the text shown when the cluster is ready: addresses, start times, admin key files, example commands.

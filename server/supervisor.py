@@ -16,6 +16,7 @@ behind.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -48,7 +49,7 @@ from ..runtime.output import copy_to_stderr
 from ..runtime.ranks import is_worker
 from ..runtime.run_dir import RunDir
 from ..runtime.secret_files import warn_of_exposed_files
-from ..runtime.signals import FAILED, STOP, handle_signals
+from ..runtime.signals import FAILED, STOP, EchoFilter, handle_signals
 from ..runtime.web.own_admin_key import draw_own_admin_key
 from ..runtime.web.ports import check_port_free, hold_free_port, http_url
 from .child_process import Child, Start, StartFailed, start_processes
@@ -99,6 +100,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._inbox.socket.getsockopt(zmq.FD), selectors.EVENT_READ, None)
         self._signalled: signal.Signals | None = None
+        self._echoes = EchoFilter()
         self._drained = False
         self._drain_to = sorted(addresses("--drain-to", self.options.drain_to))
         self._signal_read, self._signal_write = socket.socketpair()
@@ -151,6 +153,8 @@ class Supervisor:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == STOP:
             self._signalled = self._signalled or signal.SIGTERM
+            return
+        if self._echoes.is_echo(number):
             return
         # SIGTERM asks for a drain; a second signal, or Ctrl-C, wants out at once.
         first = self._signalled is None and number == signal.SIGTERM
@@ -373,6 +377,11 @@ def run_server(options: ServerOptions, prepare: Callable[[ServerOptions], Server
         return Supervisor(prepare(options)).run()
     except InstanceFailed as e:
         log.error("%s", e)
+        return 1
+    except OSError as e:
+        if e.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        log.error("this process may not open enough files: raise ulimit -n to 1024 or more")
         return 1
     finally:
         for sock in held:

@@ -9,7 +9,7 @@ import msgspec
 
 from ..errors import ModelNotFound
 from ..json_file import read_optional_object
-from ..model_path import ModelSource, resolve_model
+from ..model_path import ModelSource, is_file, resolve_model
 from ..options import ModelOptions
 from .errors import TokenizerLoadError
 from .gguf_metadata import GGUFMetadata, read_gguf_metadata
@@ -99,7 +99,7 @@ def find_tokenizer(options: ModelOptions) -> ModelSource:
         return resolve_model(options.model_path, revision=options.revision, weights=False)
     folder = Path(path).expanduser()
     # A folder with only a tokenizer is no model, but all that is needed here.
-    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if any(is_file(folder / name) for name in ("tokenizer.json", "tokenizer_config.json")):
         return ModelSource("hf", folder)
     try:
         return resolve_model(path, revision=options.tokenizer_revision, weights=False)

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -48,6 +49,8 @@ COMMON_FLAGS = (
     *("-ffp-contract=fast", "-fno-math-errno"),
 )
 TIMEOUT = 300.0
+BUILD_PREFIX = "build-"
+"""Beginning of the names of the folders of builds that are not done."""
 """Seconds that the compiler may take for a file."""
 WAIT_SECONDS = 240.0
 """Seconds to wait for another process that builds. The default --startup-timeout is longer and names no reason."""
@@ -228,22 +231,33 @@ def _compile(compiler: str, level: IsaLevel, folder_of_sources: Path, path: Path
     begin = time.monotonic()
     sources = sorted(folder_of_sources.rglob("*.cpp"))
     flags = (*COMMON_FLAGS, *level.flags)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    _remove_abandoned(path.parent)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as folder:
         progress = ProgressLog(log, "building the CPU kernels", len(sources) + 1)
         objects = [Path(folder) / f"{i}-{source.stem}.o" for i, source in enumerate(sources)]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             commands = ((compiler, *flags, "-c", source, "-o", o) for source, o in zip(sources, objects, strict=True))
-            for _ in pool.map(_run, commands):
+            for _ in pool.map(partial(_run, folder), commands):
                 progress.advance(1)
         output = Path(folder) / path.name
-        _run((compiler, *flags, "-shared", *objects, "-o", output))
+        _run(folder, (compiler, *flags, "-shared", *objects, "-o", output))
         publish_sealed(output, path)
     log.info("built the CPU kernels in %.1f s: %s", time.monotonic() - begin, path)
 
 
-def _run(command: tuple[str | Path, ...]) -> None:
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what builds have left that were ended before they were done, such as by a signal."""
+    oldest = time.time() - 2 * TIMEOUT
+    for left in folder.glob(f"{BUILD_PREFIX}*"):
+        if left.lstat().st_mtime < oldest:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _run(folder: str, command: tuple[str | Path, ...]) -> None:
+    """Run a compiler, with its temporary files in ``folder``. Raises ``BuildError``."""
+    env = {**os.environ, "TMPDIR": folder}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False, env=env)
     except subprocess.TimeoutExpired as e:
         raise BuildError(f"{command[0]} did not finish the CPU kernels within {TIMEOUT:.0f} s") from e
     if done.returncode != 0:

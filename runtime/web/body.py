@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -97,6 +98,7 @@ class Uploads:
             raise UploadDropped("too many large bodies are arriving at once; send this one again later") from None
         finally:
             self._gone(self._sizes.pop(upload, 0))
+        body = body.removeprefix(codecs.BOM_UTF8)  # Windows' editors begin files with it
         await self.check(body)
         return body
 

@@ -75,6 +75,9 @@ HEAD_TOO_LONG = _last_words(
 NO_PLACE = _last_words(
     503, "Service Unavailable", "too many connections wait here for a request; send it again on a new connection"
 )
+TOO_SLOW = _last_words(
+    408, "Request Timeout", f"the body came too slowly: less than {MIN_BODY_BYTES} bytes in {BODY_SECONDS:.0f} s"
+)
 NO_REQUEST = _last_words(400, "Bad Request", "this is no HTTP request")
 
 
@@ -305,5 +308,7 @@ class LimitedProtocol(HttpToolsProtocol):
             or (self._phase is ConnectionPhase.BODY and self._body_bytes >= MIN_BODY_BYTES)
         ):
             self._watch()
+        elif self._phase is ConnectionPhase.BODY and not self.transport.is_closing():
+            self._refuse(TOO_SLOW)
         elif not self.transport.is_closing():
             self.transport.abort()

@@ -104,12 +104,16 @@ class OriginGuard:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with 403 before any part of its body is read."""
-        problem = self._problem(scope["headers"]) if scope["type"] == "http" else None
-        if problem is None:
+        """Pass a request on, or answer it with 400 or 403 before any part of its body is read."""
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
-        await error_answer(scope, 403, problem)(scope, receive, send)
+        elif sum(name == b"host" for name, _ in scope["headers"]) > 1:
+            # A proxy in front may have gone by the other one (RFC 9112, section 3.2).
+            await error_answer(scope, 400, "the request has several Host headers")(scope, receive, send)
+        elif problem := self._problem(scope["headers"]):
+            await error_answer(scope, 403, problem)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
     def _problem(self, headers: Collection[tuple[bytes, bytes]]) -> str | None:
         found = {name: value.decode("latin-1") for name, value in headers if name in READ}

@@ -127,6 +127,8 @@ def _explain(error: ErrorDetails) -> ApiError:
     if isinstance(cause, FieldError):
         return bad_request(_path([*error["loc"], cause.field]), str(cause))
     path = _path(error["loc"])
+    if error["type"] in ("int_type", "int_from_float") and _is_beyond_64_bits(error["input"]):
+        return bad_request(path or None, "is outside the range of 64-bit integers")
     wanted = WANTED.get(error["type"]) or error["msg"].removeprefix("Input ").removeprefix("Value error, ")
     if error["type"] == "too_long":
         wanted = f"holds too many entries, the limit is {error['ctx']['max_length']}"
@@ -134,6 +136,11 @@ def _explain(error: ErrorDetails) -> ApiError:
         cause is not None and isinstance(error["input"], dict | list)
     )
     return bad_request(path or None, wanted if says_all else f"{wanted}{_show(error['input'])}")
+
+
+def _is_beyond_64_bits(value: Any) -> bool:
+    """Return whether ``value`` is a large integer, which the parser of JSON makes a float."""
+    return isinstance(value, float) and value.is_integer() and abs(value) >= 2**63
 
 
 def _path(parts: Sequence[int | str]) -> str:

@@ -162,7 +162,7 @@ def template_bomb(rng: random.Random) -> tuple[str, Json]:
 
 
 def argument_bomb(rng: random.Random) -> tuple[str, Json]:
-    """Return a path and a body of calls whose arguments are text: a parser of the body does not see their values."""
+    """Return a path and a body of calls with arguments as text. A parser of the body does not see their values."""
     inner: Any = rng.choice(([[[]] * 50] * 50, [{}] * 3000, [0] * 30_000, ["[{,"] * 5000))
     text = json.dumps({"a": [inner] * rng.choice((1, 5))}, separators=(",", ":"))
     count = rng.choice((1, 2 << 20, 8 << 20, 24 << 20)) // len(text) + 1

@@ -74,11 +74,10 @@ class SamplingFields(StructureFields):
     @model_validator(mode="after")
     def _check_best_of(self) -> SamplingFields:
         if self.best_of not in (None, 1, self.n):
-            raise FieldError(
-                "best_of",
-                f"{self.best_of} answers of which {self.n} are given is not served; leave it out, or ask for all of "
-                f'them with "n": {self.best_of}',
-            )
+            text = f"{self.best_of} answers of which {self.n} are given is not served; leave it out"
+            if self.n < self.best_of <= MAX_N:
+                text += f', or ask for all of them with "n": {self.best_of}'
+            raise FieldError("best_of", text)
         return self
 
     @model_validator(mode="after")

@@ -83,6 +83,20 @@ def test_a_failed_build_is_not_tried_again_by_the_same_compiler(compiler: Compil
     assert compiler.calls == 2
 
 
+def test_what_an_ended_build_left_is_removed_after_a_while(compiler: Compiler, sources: Path) -> None:
+    compiler.works(True)
+    folder = build.library_path(LEVEL, sources).parent
+    make_private_folder(folder)
+    old, new = folder / f"{build.BUILD_PREFIX}old", folder / f"{build.BUILD_PREFIX}new"
+    for left in (old, new):
+        left.mkdir()
+        (left / "a.o").touch()
+    os.utime(old, (1, 1))
+    assert build.build(LEVEL, sources).is_file()
+    assert new.exists()
+    assert not old.exists()
+
+
 def test_another_process_that_builds_is_not_waited_for_for_ever(
     compiler: Compiler, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

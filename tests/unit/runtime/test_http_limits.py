@@ -206,7 +206,8 @@ def test_a_body_must_keep_coming() -> None:
             assert not connection.transport.closed
         await connection.feed(b"1\r\n0\r\n")
         connection.loop.fire()
-        assert connection.transport.closed == "aborted"
+        assert connection.transport.closed == "closed"
+        assert bytes(connection.transport.written).startswith(b"HTTP/1.1 408 ")
 
     with_connection(run)
 

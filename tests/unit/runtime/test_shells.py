@@ -22,6 +22,7 @@ from support.import_path import with_inherited
 from support.machine import limit
 from support.processes import ignored_signals, wait_until
 
+from pdserve.runtime import signals
 from pdserve.runtime.run_dir import run_dir_parent
 from pdserve.runtime.web.ports import check_port_free, hold_free_port, listen
 from pdserve.server import supervisor
@@ -103,6 +104,31 @@ def test_ignored_signals_stay_ignored_stray_ones_do_nothing_and_port_0_is_report
         assert ignored_signals(process.pid) >= {signal.SIGHUP, signal.SIGINT, signal.SIGUSR1}
         process.terminate()
         assert process.wait(limit(20)) == 0
+
+
+def test_signals_that_the_parent_blocked_or_discarded_come_in() -> None:
+    shown = (
+        f"{PREPARED} import signal; print(json.dumps([len(signal.pthread_sigmask(0, ())), os.fork() and os.wait()[1]]))"
+    )
+    start = f"""
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGRTMIN))
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.execv(sys.executable, [sys.executable, "-c", {shown!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, timeout=limit(60), check=True)
+    assert done.stdout.splitlines()[-1] == b"[0, 0]"
+
+
+def test_one_program_s_signal_to_a_process_and_its_group_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    echoes = signals.EchoFilter()
+    assert not echoes.is_echo(signal.SIGTERM)
+    assert echoes.is_echo(signal.SIGTERM)
+    assert not echoes.is_echo(signal.SIGINT)
+    now[0] += 2 * signals.ECHO_SECONDS
+    assert not echoes.is_echo(signal.SIGINT)
 
 
 def test_an_unread_log_stops_neither_the_router_nor_its_end() -> None:

@@ -28,6 +28,17 @@ print("serving", flush=True)
 server.serve_forever()
 """
 STUBBORN = "import signal; signal.signal(signal.SIGRTMIN, signal.SIG_IGN)" + INSTANCE
+HASTY = (
+    """
+import signal, sys
+def leave(number, frame):
+    print("left at once", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGRTMIN, signal.SIG_IGN)
+signal.signal(signal.SIGINT, leave)
+"""
+    + INSTANCE
+)
 BROKEN = "print('no model'); raise SystemExit(3)"
 KEYED = """
 import os, sys
@@ -191,6 +202,18 @@ def test_a_process_that_does_not_stop_is_killed(up):
     cluster.until("unified-0 did not end in time: killed")
     assert cluster.process.wait(limit(10)) == 0
     assert not stubborn.is_running()
+
+
+def test_a_second_signal_lets_processes_end_by_themselves(up):
+    """A plain kill left run directories with their admin keys."""
+    cluster = up(instance=HASTY)
+    cluster.until("Ctrl-C stops everything")
+    os.kill(cluster.process.pid, signal.SIGTERM)
+    cluster.until("stopping")
+    os.kill(cluster.process.pid, signal.SIGINT)
+    cluster.until(r"unified-0 +\| left at once")
+    assert cluster.process.wait(limit(10)) == 0
+    assert not any("killed" in line for line in cluster.lines)
 
 
 def test_a_request_that_kills_instances_does_not_end_the_cluster(up):
