@@ -257,4 +257,5 @@ def test_a_request_that_failed_at_the_prefill_fails_with_the_same_status_at_the_
     pair.prefill.scheduler.handovers.cancel(req, "it can't be served")
     run_until_idle(pair)
     assert [side.ends["a"].status for side in (pair.prefill, pair.decode)] == [status, status]
+    assert (pair.prefill.senders.failed, pair.decode.receivers.failed) == (1, 1)
     assert_all_returned(pair)
