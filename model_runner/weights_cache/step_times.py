@@ -112,6 +112,7 @@ def _write(path: Path, steps: list[MeasuredStep]) -> None:
             file.flush()
             publish(made, path)
         except BaseException:
+            # Broad: whatever ends the writing, an interrupt included, half a file must not stay.
             made.unlink(missing_ok=True)
             raise
 
