@@ -47,6 +47,8 @@ MAX_QUEUED = 16
 MAX_QUEUED_BYTES = 1 << 20
 """Maximum bytes of the body of a queued request, which is not read yet."""
 SEND_SECONDS = 60.0
+HTTP_2_PREFACE = b"PRI * HTTP/2.0"
+"""Beginning of a connection whose client assumes HTTP/2."""
 
 
 def limited_protocol(send_seconds: float, connections: Connections) -> type[LimitedProtocol]:
@@ -78,7 +80,17 @@ NO_PLACE = _last_words(
 TOO_SLOW = _last_words(
     408, "Request Timeout", f"the body came too slowly: less than {MIN_BODY_BYTES} bytes in {BODY_SECONDS:.0f} s"
 )
-NO_REQUEST = _last_words(400, "Bad Request", "this is no HTTP request")
+
+
+def _bad_request(error: httptools.HttpParserError, data: bytes) -> bytes:
+    """Make the response to ``data``, in which the parser found ``error``."""
+    if isinstance(error.__context__, NotServed):
+        text = str(error.__context__)
+    elif data.startswith(HTTP_2_PREFACE):
+        text = "this port speaks HTTP/1.1, not HTTP/2"
+    else:
+        text = f"this is not HTTP/1.1: {error}"
+    return _last_words(400, "Bad Request", text)
 
 
 class TooMuch(Exception):
@@ -186,8 +198,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.send_400_response("")
+        except httptools.HttpParserError as error:
+            self._refuse(HEAD_TOO_LONG if self._over else _bad_request(error, data))
         except httptools.HttpParserUpgrade as upgrade:
             head = head_without_upgrade(self.parser.get_method(), self.url, self.scope["http_version"], self.headers)
             self.parser = httptools.HttpRequestParser(self)
@@ -219,7 +231,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._enter(ConnectionPhase.BODY)
         if self.parser.get_method() == b"CONNECT":
             # To the parser, what follows belongs to a tunnel.
-            raise NotServed
+            raise NotServed("CONNECT asks for a proxy, and this is none")
         if self.parser.should_upgrade():
             # The parser stops here, and skips the body: see _feed.
             return
@@ -238,9 +250,6 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._enter(ConnectionPhase.IDLE)
         super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(HEAD_TOO_LONG if self._over else NO_REQUEST)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle

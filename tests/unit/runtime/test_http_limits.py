@@ -256,6 +256,26 @@ def test_an_error_in_a_body_is_a_400_unless_an_answer_has_begun() -> None:
     with_connection(begun)
 
 
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "this port speaks HTTP/1.1, not HTTP/2"),
+        (b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n", "CONNECT asks for a proxy, and this is none"),
+        (b"SSH-2.0-client\r\n", "this is not HTTP/1.1: Invalid method encountered"),
+        (HEAD + b"content-length: x\r\n\r\n", "this is not HTTP/1.1: Invalid character in Content-Length"),
+    ],
+    ids=["HTTP/2", "CONNECT", "SSH", "content-length"],
+)
+def test_a_request_that_cannot_be_read_is_told_why(sent: bytes, text: str) -> None:
+    async def check(connection: Connection) -> None:
+        await connection.feed(sent)
+        assert connection.transport.closed
+        assert connection.transport.written.startswith(b"HTTP/1.1 400 ")
+        assert text.encode() in connection.transport.written
+
+    with_connection(check)
+
+
 def test_the_request_that_runs_hears_that_its_client_is_gone_and_not_only_one_queued_behind_it() -> None:
     async def run(connection: Connection) -> None:
         await connection.feed(2 * (HEAD + b"content-length: 0\r\n\r\n"), b"")
