@@ -22,6 +22,8 @@ STOP = signal.SIGRTMIN
 """An orderly end, asked for by the parent. Sent twice it means the same as once."""
 FAILED = signal.SIGRTMIN + 1
 """An orderly end like ``STOP``, because a process of the instance died: HTTP reports ``instance_failed``."""
+PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals from outside on which only the parent acts."""
 STRAY = (signal.SIGUSR1,)
 """Signals that mean something to other programs (log rotation), and would end this one by default."""
 
@@ -69,11 +71,11 @@ def ignore_stray_signals() -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore SIGINT, SIGTERM and SIGHUP, on which the parent acts, and stray signals.
+    """Ignore ``PARENTS``, on which the parent acts, and stray signals.
 
     ``STOP`` and ``FAILED`` stay as they are.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *STRAY):
+    for number in (*PARENTS, *STRAY):
         signal.signal(number, signal.SIG_IGN)
 
 

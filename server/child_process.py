@@ -1,7 +1,8 @@
 """The processes of an instance, as the supervisor has them: how each is started, and ended.
 
-A worker is a Python of its own, since its environment is OpenMP's. All others are forked by one process, which imports
-the modules that they share once (``runtime/start_together.py``).
+A fork server imports the modules that they share once, and forks them (``runtime/fork_server.py``). The processes of
+``pdserve up`` have one together. Of another instance, workers are programs of their own: a worker starts while the fork
+server still imports what the other processes need.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
+from ..runtime.fork_server import ForkOrder, ForkServer, ForkServerFailed
 from ..runtime.python import python_command
 from ..runtime.ranks import is_worker
-from ..runtime.start_together import adopt_orphans
 from ..runtime.web.keys import API_KEY_VARIABLE
 
 START = "pdserve.runtime.start"
-START_TOGETHER = "pdserve.runtime.start_together"
-TOGETHER = "others"
+OTHERS = "others"
 """What ``child_environment`` calls the processes that are no workers."""
 
 
@@ -115,71 +116,69 @@ class Child:
 
 
 def start_processes(
-    starts: Sequence[Start], output: IO[bytes], descriptors: Sequence[int], timeout: float
+    starts: Sequence[Start],
+    output: IO[bytes],
+    descriptors: Sequence[int],
+    timeout: float,
+    fork_server: ForkServer | None = None,
 ) -> Iterator[Child]:
-    """Start processes that write to ``output``, and yield each one once it is started, model workers first.
+    """Start processes that write to ``output``, and yield each one once it is started.
 
-    All others inherit ``descriptors``. Raises ``StartFailed`` if these others are not started within ``timeout``
-    seconds, or fail to start.
+    ``fork_server`` starts them, and is closed. None: model workers are started as programs of their own, before a new
+    fork server starts the others. Those others inherit ``descriptors``. Raises ``StartFailed`` if not all are started
+    within ``timeout`` seconds.
     """
-    others = []
-    for start in starts:
-        if is_worker(start.name):
-            argv = python_command("-m", START, start.module, str(start.spec))
-            yield Child.of(start.name, _spawn(argv, child_environment(start.name), output, ()))
-        else:
-            others.append(start)
-    if others:
-        yield from _start_together(others, output, descriptors, time.monotonic() + timeout)
+    deadline = time.monotonic() + timeout
+    forked = list(starts)
+    if fork_server is None:
+        forked = [start for start in starts if not is_worker(start.name)]
+        for start in starts:
+            if is_worker(start.name):
+                yield Child.of(start.name, _spawn_worker(start, output))
+        if not forked:
+            return
+        fork_server = ForkServer.spawn((), child_environment(OTHERS), output.fileno())
+    with closing(fork_server), open(os.devnull, "rb") as nothing:
+        waiting = {number: start.name for number, start in enumerate(forked)}
+        try:
+            for number, start in enumerate(forked):
+                kept = () if is_worker(start.name) else tuple(descriptors)
+                order = ForkOrder(
+                    number, start.module, (str(start.spec),), thread_settings(start.name), descriptors=kept
+                )
+                fork_server.send(order, nothing.fileno(), output.fileno(), kept)
+            for number, pid in fork_server.started(len(forked), deadline):
+                yield Child.of(waiting.pop(number), AdoptedProcess(pid))
+        except TimeoutError:
+            names = ", ".join(waiting.values())
+            raise StartFailed(f"not started in time: {names}; raise --startup-timeout on a slow machine") from None
+        except ForkServerFailed as e:
+            raise StartFailed(f"{', '.join(waiting.values())}: {e}") from None
 
 
-def _start_together(
-    starts: Sequence[Start], output: IO[bytes], descriptors: Sequence[int], deadline: float
-) -> Iterator[Child]:
-    started = 0
-    read, write = os.pipe()
-    words = [word for start in starts for word in (start.module, str(start.spec))]
-    argv = python_command("-m", START_TOGETHER, str(write), *words)
-    adopt_orphans(True)
-    starter = _spawn(argv, child_environment(TOGETHER), output, (*descriptors, write))
-    os.close(write)
-    try:
-        with os.fdopen(read) as stream:
-            while select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0] and (
-                line := stream.readline()
-            ):
-                number, pid = map(int, line.split())
-                started += 1
-                yield Child.of(starts[number].name, AdoptedProcess(pid))
-        if starter.wait(max(0.0, deadline - time.monotonic())) != 0 or started < len(starts):
-            raise StartFailed("the processes beside the workers can't be started; the lines above say why")
-    except subprocess.TimeoutExpired:
-        names = ", ".join(start.name for start in starts)
-        raise StartFailed(f"not started in time: {names}; raise --startup-timeout on a slow machine") from None
-    finally:
-        starter.kill()
-        starter.wait()
-        adopt_orphans(False)
-
-
-def _spawn(
-    argv: Sequence[str], env: Mapping[str, str], output: IO[bytes], descriptors: Sequence[int]
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, pass_fds=descriptors)
+def _spawn_worker(start: Start, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    argv = python_command("-m", START, start.module, str(start.spec))
+    env = child_environment(start.name)
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env)
 
 
 def child_environment(name: str) -> dict[str, str]:
-    """Return the environment of the child process ``name``: this process's own, with settings for the child's threads.
+    """Return the environment of the child process ``name``: this process's own, with its thread settings.
 
-    The API key is left out, because other processes of this user can read a worker's environment. OpenMP reads its
-    settings from the environment before any code of ours runs in the child.
+    The API key is left out, because other processes of this user can read a worker's environment.
     """
-    env = {variable: value for variable, value in os.environ.items() if variable != API_KEY_VARIABLE}
+    own = {variable: value for variable, value in os.environ.items() if variable != API_KEY_VARIABLE}
+    return own | thread_settings(name)
+
+
+def thread_settings(name: str) -> dict[str, str]:
+    """Return the environment variables that settle the threads of the child process ``name``.
+
+    OpenMP reads them when its library is loaded, before any code of ours can set anything.
+    """
     if is_worker(name):
         # Idle threads of a team sleep soon, instead of spinning on cores that other processes need. A short spin
         # bridges the gap between two layers, where waking a sleeping thread would cost more than it saves.
-        env.update({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "OPENBLAS_NUM_THREADS": "1"})
-    else:
-        # One thread, too, as the process that forks the others must have.
-        env.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
-    return env
+        return {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "OPENBLAS_NUM_THREADS": "1"}
+    # One thread, too, as a fork server must have.
+    return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,9 +1,9 @@
-"""``python -m pdserve.server.child_server PARENT_PID``: an instance or a router of ``pdserve up``, which dies with it.
+"""``python -m pdserve.server.child_server PARENT_PID [forks]``: an instance or a router of ``pdserve up``.
 
-The options come from standard input as JSON. They may contain the API key, and every user of the host can read
-arguments. The command line has parsed them, so this process needs no parser: that saves a tenth of a second of
-processor time and some megabytes. A user's own ``pdserve server`` does not die with its parent, because it may outlive
-the shell.
+It dies with ``up``. A user's own ``pdserve server`` does not die with its parent, because it may outlive the shell. The
+options come from standard input as JSON. They may contain the API key, and every user of the host can read arguments.
+The command line has parsed them, so this process needs no parser: that saves a tenth of a second of processor time and
+some megabytes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,20 @@ from ..runtime import clean_start  # isort: skip  # noqa: F401
 
 import sys
 from dataclasses import fields
+from importlib import import_module
 from typing import Any, Literal
 
 import msgspec
 
 from ..router.options import RouterOptions
 from ..runtime.child import die_with_parent
+from ..runtime.fork_server import ForkServer
 from ..runtime.options import check_options
 from .options import ServerOptions
+
+INSTANCE, ROUTER = "pdserve.server.instance", "pdserve.router.process"
+"""Modules that run an instance and a router. Only the one that is needed is imported."""
+FORKS = "forks"
 
 
 class ChildServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,20 +59,21 @@ class ChildServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def main() -> None:
-    """Run what standard input says, and exit with its code. Die with the parent process."""
+    """Run what standard input says, and exit with its code. Die with the parent process.
+
+    With the argument ``FORKS``, the instance's processes are forked, as they need the modules that are here already.
+    """
     die_with_parent(int(sys.argv[1]))
+    # Before any key is in memory.
+    fork_server = ForkServer.fork() if FORKS in sys.argv[2:] else None
     child = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildServer)
     try:
         options = child.checked_options()
     except (ValueError, msgspec.ValidationError) as e:
         sys.exit(f"pdserve {child.command}: {e}")
     if isinstance(options, ServerOptions):
-        from .instance import run_instance
-
-        sys.exit(run_instance(options))
-    from ..router.process import run_router
-
-    sys.exit(run_router(options))
+        sys.exit(import_module(INSTANCE).run_instance(options, fork_server))
+    sys.exit(import_module(ROUTER).run_router(options))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -33,11 +34,14 @@ import setproctitle
 
 from ..runtime.cluster_secret import MIN_CHARS, ClusterSecretError, RouterKeys
 from ..runtime.exit_codes import EXIT_USAGE
+from ..runtime.fork_server import ForkServer, ForkServerFailed
 from ..runtime.hardening import harden
 from ..runtime.logs import configure_logging
 from ..runtime.machine.topology import read_machine
+from ..runtime.ranks import WORKER
 from ..runtime.signals import STOP, EchoFilter, handle_signals
 from ..runtime.web.keys import read_keys
+from .child_process import child_environment
 from .cluster_options import ClusterOptions, ClusterOptionsError
 from .cluster_plan import ClusterPlan, plan_cluster
 from .cluster_process import ClusterProcess, ForwardedOutput, LoggedOutput, ProcessOutput
@@ -89,8 +93,7 @@ class Cluster:
         self._install_signals()
         failure = ""
         try:
-            for process in self._all:
-                self._start(process)
+            self._start_all()
             self._wait_until_ready()
             if not self._signals:
                 print(self.summary(), flush=True)
@@ -119,10 +122,23 @@ class Cluster:
             return
         self._signals = max(self._signals, 1) if number == STOP else self._signals + 1
 
-    def _start(self, process: ClusterProcess) -> None:
+    def _start_all(self) -> None:
+        """Start all processes. One fork server does so for those that can be forked."""
+        forked = [process for process in self._all if process.plan.fork_order is not None]
+        for process in self._all:
+            if process not in forked:
+                self._start(process)
+        if forked:
+            modules = tuple(dict.fromkeys(module for process in forked for module in process.plan.modules))
+            # What workers need in their environment is there; the orders of other processes have what those need.
+            with closing(ForkServer.spawn(modules, child_environment(WORKER))) as fork_server:
+                for process in forked:
+                    self._start(process, fork_server)
+
+    def _start(self, process: ClusterProcess, fork_server: ForkServer | None = None) -> None:
         try:
-            process.start()
-        except OSError as exc:
+            process.start(fork_server)
+        except (OSError, ForkServerFailed) as exc:
             raise ClusterFailedError(f"{process.plan.name} can't be started: {exc}") from exc
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
 

@@ -10,14 +10,16 @@ from ..router.options import RouterOptions
 from ..runtime.cluster_secret import inherited_descriptors
 from ..runtime.cpu_list import format_cores, parse_cpus
 from ..runtime.disaggregation_options import DisaggregationMode
+from ..runtime.fork_server import ForkOrder
 from ..runtime.machine.choose_cores import compute_cores, quota_note
 from ..runtime.machine.gpus import may_use_gpu
 from ..runtime.machine.topology import Machine
 from ..runtime.web.ports import LOOPBACK, free_ports, http_url
-from .child_server import ChildServer
+from .child_server import FORKS, INSTANCE, ROUTER, ChildServer
 from .cluster_options import ClusterOptions, ClusterOptionsError
 from .core_split import split_evenly, split_nodes
 from .options import ServerOptions
+from .process_table import shared_modules
 
 DEVICE_SHARE = 0.88
 """Share of a GPU that an instance takes if it is alone there, see ``ServerOptions.mem_fraction_static``."""
@@ -30,7 +32,8 @@ class ProcessPlan:
     """One process of a cluster. ``argv``: the words after the Python interpreter.
 
     ``command``: what it runs, which the process reads from its standard input. None: it reads nothing.
-    ``descriptors``: of this process, that it inherits.
+    ``descriptors``: of this process, that it inherits. ``fork_order``: how a fork server starts it at first, with
+    ``modules`` for it and for its own processes. None: it is never forked.
     """
 
     name: str
@@ -38,6 +41,8 @@ class ProcessPlan:
     url: str
     command: ChildServer | None = None
     descriptors: tuple[int, ...] = ()
+    fork_order: ForkOrder | None = None
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,14 @@ def plan_process(name: str, url: str, options: ServerOptions | RouterOptions) ->
 
     ``url``: base URL that it will serve. It inherits the descriptor of the cluster's secret if that file has no name.
     """
-    argv = ("-m", "pdserve.server.child_server", str(os.getpid()))
-    return ProcessPlan(name, argv, url, ChildServer.of(options), inherited_descriptors(options.cluster_secret_file))
+    module, parent = "pdserve.server.child_server", str(os.getpid())
+    descriptors = inherited_descriptors(options.cluster_secret_file)
+    modules: tuple[str, ...] = (module, ROUTER)
+    arguments: tuple[str, ...] = (parent,)
+    if isinstance(options, ServerOptions):
+        modules, arguments = (module, INSTANCE, *shared_modules(options)), (parent, FORKS)
+    order = ForkOrder(0, module, arguments, descriptors=descriptors, leads_group=True, takes_signals=True)
+    return ProcessPlan(name, ("-m", module, parent), url, ChildServer.of(options), descriptors, order, modules)
 
 
 def share_cores(options: ClusterOptions, machine: Machine, instances: int) -> tuple[list[CoreShare], str]:

@@ -15,14 +15,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
 import msgspec
 
+from ..runtime.fork_server import ForkOrder, ForkServer
 from ..runtime.output import copy_to_stderr
 from ..runtime.python import python_command
 from ..runtime.web.own_admin_key import own_admin_key_file
+from .child_process import AdoptedProcess, Process
 from .cluster_plan import ProcessPlan
 from .log_folder import LogFolder
 from .supervisor import describe_exit
@@ -34,16 +37,18 @@ FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 10.0
 MEMORY = 60.0
 """Seconds after which a death is forgotten."""
+FORK_SECONDS = 60.0
+"""Longest wait for a fork server, which imports modules first."""
 
 
-Spawn = Callable[[int | IO[bytes]], subprocess.Popen[bytes]]
-"""Starts a process with this standard output."""
+Spawn = Callable[[IO[bytes]], Process]
+"""Starts a process with this standard output and error."""
 
 
 class ProcessOutput(Protocol):
     """Where the output of the cluster's processes goes."""
 
-    def attach(self, name: str, spawn: Spawn) -> subprocess.Popen[bytes]:
+    def attach(self, name: str, spawn: Spawn) -> Process:
         """Call ``spawn`` to start the process ``name``, and receive its output. Raises ``OSError``."""
 
 
@@ -53,18 +58,20 @@ class ForwardedOutput:
     def __init__(self, *, named_lines: bool = True) -> None:
         self._named_lines = named_lines
 
-    def attach(self, name: str, spawn: Spawn) -> subprocess.Popen[bytes]:
+    def attach(self, name: str, spawn: Spawn) -> Process:
         """Start the process, and copy its output to standard error from a thread of its own.
 
         With ``named_lines``, each line comes after the process's name.
         """
-        process = spawn(subprocess.PIPE)
-        assert process.stdout is not None
+        read, write = map(os.fdopen, os.pipe(), ("rb", "wb"))
+        try:
+            with write:
+                process = spawn(write)
+        except BaseException:
+            read.close()
+            raise
         prefix = f"{name:<10} | " if self._named_lines else ""
-        pump = threading.Thread(
-            target=copy_to_stderr, args=(process.stdout, prefix), name=f"log of {name}", daemon=True
-        )
-        pump.start()
+        threading.Thread(target=copy_to_stderr, args=(read, prefix), name=f"log of {name}", daemon=True).start()
         return process
 
 
@@ -74,7 +81,7 @@ class LoggedOutput:
     def __init__(self, logs: LogFolder) -> None:
         self._logs = logs
 
-    def attach(self, name: str, spawn: Spawn) -> subprocess.Popen[bytes]:
+    def attach(self, name: str, spawn: Spawn) -> Process:
         """Start the process with its output appended to ``NAME.log`` in the log folder. Raises ``OSError``."""
         with self._logs.open(f"{name}.log") as log:
             return spawn(log)
@@ -90,7 +97,7 @@ class ClusterProcess:
         self.ready_after: float | None = None
         self.restart_at: float | None = None
         self._output = output
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._deaths: deque[float] = deque()
 
     @property
@@ -110,31 +117,41 @@ class ClusterProcess:
             self._deaths.popleft()
         return len(self._deaths)
 
-    def start(self) -> None:
-        """Start the process. ``pidfd`` becomes readable when it ends.
+    def start(self, fork_server: ForkServer | None = None) -> None:
+        """Start the process, by ``fork_server`` or as a program of its own. ``pidfd`` becomes readable when it ends.
 
-        Raises ``OSError`` if the process can't be started or its log file can't be opened.
+        Raises ``OSError`` if the process can't be started or its log file can't be opened, and ``ForkServerFailed``.
         """
         self.started = time.monotonic()
         self.restart_at = None
-        self._process = self._output.attach(self.plan.name, self._spawn)
+        order = self.plan.fork_order
+        spawn = self._spawn if fork_server is None or order is None else partial(self._fork, fork_server, order)
+        read, write = map(os.fdopen, os.pipe(), ("rb", "wb"))
+        with write:
+            with read:
+                self._process = self._output.attach(self.plan.name, partial(spawn, read))
+            if self.plan.command is not None:
+                with contextlib.suppress(BrokenPipeError):  # it may be dead already, which its pidfd says
+                    write.write(msgspec.json.encode(self.plan.command))
+                    write.flush()
         self.pidfd = os.pidfd_open(self._process.pid)
 
-    def _spawn(self, output: int | IO[bytes]) -> subprocess.Popen[bytes]:
+    def _spawn(self, command: IO[bytes], output: IO[bytes]) -> Process:
         # A process group of its own: Ctrl-C in the terminal reaches only this process, which then ends all in order.
-        process = subprocess.Popen(
+        return subprocess.Popen(
             python_command(*self.plan.argv),
-            stdin=subprocess.PIPE,
+            stdin=command,
             stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,
             pass_fds=self.plan.descriptors,
         )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin:  # it may be dead already, which its pidfd says
-            if self.plan.command is not None:
-                process.stdin.write(msgspec.json.encode(self.plan.command))
-        return process
+
+    @staticmethod
+    def _fork(fork_server: ForkServer, order: ForkOrder, command: IO[bytes], output: IO[bytes]) -> Process:
+        fork_server.send(order, command.fileno(), output.fileno(), order.descriptors)
+        [(_, pid)] = fork_server.started(1, time.monotonic() + FORK_SECONDS)
+        return AdoptedProcess(pid)
 
     def take_end(self) -> str:
         """Wait until the process has ended, and set ``restart_at``, the time of its restart.

@@ -6,7 +6,24 @@ There are only names here: the supervisor starts modules and imports none of the
 from __future__ import annotations
 
 from ..runtime.ranks import WORKER, places
+from ..runtime.web.apis import PATHS
 from .options import ServerOptions
+
+LATER_MODULES = (
+    "pdserve.model_runner.engines.load",
+    "pdserve.model_runner.engines.cpu",
+    "pdserve.model_runner.engines.memory_table",
+    "pdserve.model_runner.steps.make_executor",
+    "pdserve.model_runner.steps.measure_steps",
+    "pdserve.model_runner.steps.step_queue",
+    "pdserve.model_runner.steps.warm_up",
+    "pdserve.model_runner.kv.pool_hasher",
+    "pdserve.model_runner.profiler",
+    "pdserve.model_files.gguf_reader",
+    *dict.fromkeys(f"pdserve.server.http.{facts.module}" for facts in PATHS if facts.module),
+    "uvicorn.lifespan.on",
+)
+"""What most processes import in the course of their start, after their own module. None of it imports torch."""
 
 
 def process_modules(options: ServerOptions) -> dict[str, str]:
@@ -29,3 +46,8 @@ def process_modules(options: ServerOptions) -> dict[str, str]:
     if options.hands_over:
         modules["bootstrap"] = "pdserve.disaggregation.bootstrap.server"
     return modules
+
+
+def shared_modules(options: ServerOptions) -> tuple[str, ...]:
+    """Return what a fork server is to import for an instance's processes on this host."""
+    return (*process_modules(options).values(), *LATER_MODULES)

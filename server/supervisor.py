@@ -43,6 +43,7 @@ from ..messages.control import Drain, Drained, Ready, StopAsked
 from ..messages.routes import ToSupervisor
 from ..runtime.child import ChildSpec
 from ..runtime.cluster_secret import addresses, inherited_descriptors
+from ..runtime.fork_server import ForkServer
 from ..runtime.hardening import harden
 from ..runtime.logs import configure_logging
 from ..runtime.output import copy_to_stderr
@@ -82,11 +83,13 @@ class InstanceFailed(Exception):
 class Supervisor:
     """Starts, watches and stops the processes of an instance; ``run`` does all three.
 
-    ``modules``: module to run for a process, by the process's name, instead of the default one.
+    ``modules``: module to run for a process, by the process's name, instead of the default one. ``fork_server`` starts
+    the processes; None: a new one does.
     """
 
     options: ServerOptions
     modules: Mapping[str, str] | None = None
+    fork_server: ForkServer | None = None
     epoch: str = field(default_factory=lambda: secrets.token_hex(8))
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     started: float = field(default_factory=time.monotonic)
@@ -185,7 +188,7 @@ class Supervisor:
             starts.append(Start(name, module, spec_path))
         descriptors = inherited_descriptors(self.options.cluster_secret_file)
         try:
-            for child in start_processes(starts, output, descriptors, self.options.startup_timeout):
+            for child in start_processes(starts, output, descriptors, self.options.startup_timeout, self.fork_server):
                 self._selector.register(child.pidfd, selectors.EVENT_READ, child)
                 self.children.append(child)
         except StartFailed as e:
@@ -353,11 +356,15 @@ def take_free_ports(options: ServerOptions) -> tuple[ServerOptions, list[socket.
     return replace(options, **ports), list(held.values())
 
 
-def run_server(options: ServerOptions, prepare: Callable[[ServerOptions], ServerOptions] = lambda given: given) -> int:
+def run_server(
+    options: ServerOptions,
+    prepare: Callable[[ServerOptions], ServerOptions] = lambda given: given,
+    fork_server: ForkServer | None = None,
+) -> int:
     """Run ``pdserve server``: one instance, until it is told to stop. Return the exit code.
 
     ``prepare`` completes the options once for all children, such as with the model's commit. It may raise
-    ``InstanceFailed``.
+    ``InstanceFailed``. ``fork_server`` starts the processes; None: a new one does.
     """
     harden(allow_dumps=options.allow_core_dumps)
     held: list[socket.socket] = []
@@ -374,7 +381,7 @@ def run_server(options: ServerOptions, prepare: Callable[[ServerOptions], Server
         return 1
     warn_of_exposed_files(options)
     try:
-        return Supervisor(prepare(options)).run()
+        return Supervisor(prepare(options), fork_server=fork_server).run()
     except InstanceFailed as e:
         log.error("%s", e)
         return 1

@@ -48,7 +48,7 @@ MAX_QUEUED_BYTES = 1 << 20
 """Maximum bytes of the body of a queued request, which is not read yet."""
 SEND_SECONDS = 60.0
 HTTP_2_PREFACE = b"PRI * HTTP/2.0"
-"""Beginning of a connection whose client assumes HTTP/2."""
+"""First bytes from a client that assumes HTTP/2."""
 
 
 def limited_protocol(send_seconds: float, connections: Connections) -> type[LimitedProtocol]:

@@ -63,7 +63,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
 
     class Launched:
-        def __init__(self, options: Any, plan: Any = None) -> None:
+        def __init__(self, options: Any, plan: Any = None, *, fork_server: Any = None) -> None:
             for process in plan.instances if plan is not None else ():
                 found.append(process.command.typed_options())
             if plan is None:
