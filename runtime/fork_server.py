@@ -31,7 +31,7 @@ import msgspec
 import setproctitle
 
 from .gc_control import uncollected
-from .hardening import prctl
+from .hardening import PR_SET_DUMPABLE, prctl
 from .python import python_command
 from .signals import PARENTS, leave_signals_to_parent
 
@@ -238,6 +238,8 @@ def fork_orphan() -> int:
 
 def main() -> None:
     """Serve the connection that the first argument is the descriptor of. Import the modules that the others name."""
+    # Descriptors of secrets pass through this process.
+    prctl(PR_SET_DUMPABLE, 0)
     descriptor, *modules = sys.argv[1:]
     # The library finds the place of a title by the environment, so before that changes.
     setproctitle.setproctitle("pdserve fork server")

@@ -4,9 +4,9 @@
 - ``RLIMIT_CORE`` 1 byte: the kernel writes no core dump, and, unlike with 0, hands none to a program that
   ``core_pattern`` names. Children inherit both.
 - ``PR_SET_DUMPABLE`` 0: no other process of the same user attaches to this one, or reads its memory, environment and
-  descriptors in ``/proc``. The kernel also dumps no core, whatever the limit. Executing a program resets it, so each
-  process sets it for itself. Signals, pidfds, ``SCM_RIGHTS``, ``SO_PEERCRED`` and a process's own ``/proc/self`` work
-  as before.
+  descriptors in ``/proc``. The kernel also dumps no core, whatever the limit. A forked process inherits it; executing
+  a program resets it, so each process sets it for itself. Signals, pidfds, ``SCM_RIGHTS``, ``SO_PEERCRED`` and a
+  process's own ``/proc/self`` work as before.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ def harden(*, allow_dumps: bool, shares_descriptors: bool = False) -> None:
     transfer libraries read and write it directly.
     """
     os.umask(0o077)
-    if allow_dumps:
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    limit = CORE_BYTES if hard == resource.RLIM_INFINITY else min(hard, CORE_BYTES)
-    resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
-    if not shares_descriptors:
-        prctl(PR_SET_DUMPABLE, 0)
+    if not allow_dumps:
+        _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+        limit = CORE_BYTES if hard == resource.RLIM_INFINITY else min(hard, CORE_BYTES)
+        resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
+    # A process that a fork server made is closed to others until here.
+    prctl(PR_SET_DUMPABLE, allow_dumps or shares_descriptors)

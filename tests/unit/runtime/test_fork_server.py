@@ -20,7 +20,7 @@ from pdserve.runtime.fork_server import ForkOrder, ForkServer, ForkServerFailed
 from pdserve.server.child_process import AdoptedProcess
 
 SHOWN = """
-import json, os, signal, sys, time
+import ctypes, json, os, signal, sys, time
 from pdserve.runtime.fork_server import ForkOrder, ForkServer
 
 imported_by = os.getpid()
@@ -42,6 +42,7 @@ def main():
         "arguments": sys.argv[1:], "read": sys.stdin.read(), "variable": os.environ.get("A_VARIABLE"),
         "files": files, "ignored": ignored, "group": os.getpgid(0) == os.getpid(), "parent": os.getppid(),
         "imported_here": imported_by == os.getpid(), "importer": imported_by,
+        "dumpable": ctypes.CDLL(None).prctl(3, 0, 0, 0, 0),
     }))
 """
 
@@ -95,6 +96,7 @@ def test_a_process_has_what_its_order_says_and_nothing_else(fork_server: ForkSer
     assert shown["group"]
     assert shown["parent"] == os.getpid()
     assert not shown["imported_here"]
+    assert not shown["dumpable"], "other processes of this user could take the descriptors"
 
 
 def test_processes_share_one_import_and_no_group_or_variable(fork_server: ForkServer, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ from pdserve.runtime.child import start_child
 from pdserve.runtime.process_options import ChildOptions
 start_child(sys.argv, ChildOptions)
 """
+CLOSED = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE, as a fork server has it"
 PRIVATE = 0o077
 NO_CORE = [1, 1]
 """Less than a page, which is the least that the kernel writes; and it starts no program of ``core_pattern`` then."""
@@ -76,11 +77,14 @@ def test_a_servers_first_process_is_hardened_unless_told_otherwise(start: str) -
     assert core[0] == core[1]
 
 
+@pytest.mark.parametrize("inherited", ["", CLOSED], ids=["executed", "forked"])
 @pytest.mark.parametrize(("name", "dumpable"), [("http", 0), ("scheduler", 0), ("worker", 1), ("worker-1", 1)])
-def test_children_are_hardened_and_workers_stay_open_to_each_other(tmp_path: Path, name: str, dumpable: int) -> None:
+def test_children_are_hardened_and_workers_stay_open_to_each_other(
+    tmp_path: Path, name: str, dumpable: int, inherited: str
+) -> None:
     spec = tmp_path / "spec.json"
     spec.write_bytes(msgspec.json.encode(ChildSpec(name, str(tmp_path), "e", os.getpid(), ServerOptions(), "s")))
-    assert seen(CHILD, str(spec)) == (dumpable, PRIVATE, NO_CORE, True)
+    assert seen(inherited + CHILD, str(spec)) == (dumpable, PRIVATE, NO_CORE, True)
     assert not spec.exists()  # it had the server's keys
 
 
