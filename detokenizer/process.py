@@ -28,7 +28,7 @@ from ..model_files.options import ModelOptions
 from ..model_files.text.errors import TextError
 from ..model_files.text.load import load_tokenizer
 from ..runtime.child import start_child
-from ..runtime.malloc import return_freed_memory
+from ..runtime.malloc import return_freed_memory, trim
 from ..runtime.process_options import ChildOptions
 from .detokenizer import Detokenizer
 from .request_decoder import make_decoder_factory
@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class DetokenizerOptions(ModelOptions, ChildOptions):
     """Every option that this process reads."""
+
+
+OPTIONS = DetokenizerOptions
 
 
 class DetokenizerOutput(NamedTuple):
@@ -85,7 +88,7 @@ def deliver(detokenizer: Detokenizer, routed: DetokenizerOutput, scheduler: Send
 def main() -> None:
     """Run the detokenizer process until it is killed. Exits with a message if the tokenizer can't be loaded."""
     started = time.monotonic()
-    ctx = start_child(sys.argv, DetokenizerOptions)
+    ctx = start_child(sys.argv, OPTIONS)
     return_freed_memory()
     receiver: Receiver[ToDetokenizer] = Receiver(ctx.zmq_ctx, ctx.address("detokenizer"), ToDetokenizer)
     scheduler = Sender(ctx.zmq_ctx, ctx.address("scheduler"))
@@ -94,6 +97,7 @@ def main() -> None:
         detokenizer = Detokenizer(make_decoder_factory(load_tokenizer(ctx.options)))
     except (TextError, ModelError) as e:
         sys.exit(f"detokenizer: {e}")
+    trim()
     ctx.report_ready({"load_tokenizer": time.monotonic() - started})
     while True:
         try:

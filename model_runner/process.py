@@ -40,6 +40,7 @@ from ..messages.worker import (
 from ..model_files.errors import ModelError
 from ..runtime.child import ChildContext, start_child
 from ..runtime.cpu_list import ThreadPlacementError
+from ..runtime.malloc import trim
 from .device.compile_watch import CompileWatch
 from .device.placement import ThreadPlacement, floating
 from .grammar.preparation import GrammarPreparation
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from .tiers.worker_tiers import WorkerTiers
 
 log = logging.getLogger(__name__)
+OPTIONS = WorkerOptions
 SWITCH_SECONDS = 0.0005
 """Python's thread switch interval beside a GPU.
 
@@ -90,7 +92,7 @@ class Worker(NamedTuple):
 
 def main() -> NoReturn:
     """Run the worker process of an instance without hand-overs, which moves no pages, until it is ended."""
-    run(start_child(sys.argv, WorkerOptions), lambda model: NoPageMover())
+    run(start_child(sys.argv, OPTIONS), lambda model: NoPageMover())
 
 
 def run(ctx: ChildContext[WorkerOptions], start_mover: Callable[[LoadedModel], PageMover]) -> NoReturn:
@@ -163,6 +165,7 @@ def load(
     others = started.ranks if isinstance(started.ranks, LeadRank) else NoOtherRanks()
     occupation = WorkerMemorySaver(model, steps, prefault, others)
     rank = RankProfiler(profile_folder(options, ctx.run_dir), 0, model.device.kind, steps)
+    trim()
     return Worker(
         *(
             model,

@@ -25,10 +25,12 @@ from .kv.prefault import PoolPrefault, highest_slot
 from .options import WorkerOptions
 from .start_model import Started, freeze, open_channels, own_place, start_model
 
+OPTIONS = WorkerOptions
+
 
 def main() -> NoReturn:
     """Run the process of a rank other than rank 0: load its part, then compute steps until it is ended."""
-    ctx = start_child(sys.argv, WorkerOptions)
+    ctx = start_child(sys.argv, OPTIONS)
     channels = open_channels(ctx)
     try:
         started = start_model(ctx, channels)

@@ -39,6 +39,7 @@ from .options import RouterOptions, RouterOptionsError, parse_prefill
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
+OPTIONS = RouterOptions
 FILES_EACH = 3
 """A client's connection, and one to each instance of a pair."""
 

@@ -32,6 +32,7 @@ from .outbox import NO_TRANSFER_ENGINE, Outbox
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+OPTIONS = SchedulerOptions
 
 MAX_SLEEP_MS = 60_000
 FRAMES_A_TICK = 1024
@@ -124,7 +125,7 @@ class SchedulerProcess:
 
 def main() -> None:
     """Run the scheduler process of an instance that takes part in no hand-over."""
-    ctx = start_child(sys.argv, SchedulerOptions)
+    ctx = start_child(sys.argv, OPTIONS)
     return_freed_memory()
     SchedulerProcess(ctx).run()
 

@@ -159,7 +159,8 @@ class Cluster:
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._options.startup_timeout
-        with httpx.Client(timeout=POLL_TIMEOUT, trust_env=False) as client:
+        # Plain HTTP only: without ``verify=False``, the client would load all certificates of the system.
+        with httpx.Client(timeout=POLL_TIMEOUT, trust_env=False, verify=False) as client:
             while waiting := [p for p in self._all if p.ready_after is None]:
                 for process, how in self._turn(POLL_INTERVAL):
                     raise ClusterFailedError(f"{process.plan.name} {how} while the cluster was starting")
@@ -241,7 +242,7 @@ class Cluster:
         body = '{"text": "The capital of France is", "sampling_params": {"max_new_tokens": 32}, "stream": true}'
         lines = [f"\n{options.model_name} is served on {url}\n"]
         headers = {"authorization": f"Bearer {own_key}"} if own_key else {}
-        with httpx.Client(timeout=POLL_TIMEOUT, trust_env=False, headers=headers) as client:
+        with httpx.Client(timeout=POLL_TIMEOUT, trust_env=False, verify=False, headers=headers) as client:
             for process in self._all:
                 ready = f"ready after {process.ready_after:5.1f} s"
                 parts = ", ".join(f"{k} {v:.1f}" for k, v in load_seconds(client, process.plan.url).items())

@@ -42,6 +42,7 @@ from .options import ServerOptions
 BACKLOG = 2048
 CLOSE_TIMEOUT_SECONDS = 1
 log = logging.getLogger(__name__)
+OPTIONS = ServerOptions
 
 
 async def serve(ctx: ChildContext[ServerOptions], listener: socket.socket, model: ServedModel) -> None:
@@ -102,7 +103,7 @@ def main() -> None:
 
     Exits with an error if it can't listen, or can't read the model's files or the sessions.
     """
-    ctx = start_child(sys.argv, ServerOptions)
+    ctx = start_child(sys.argv, OPTIONS)
     return_freed_memory()
     allow_many_connections()
     host, port = ctx.options.host, ctx.options.port

@@ -38,7 +38,7 @@ from ..model_files.text.load import find_chat_template, load_tokenizer
 from ..model_files.text.named_templates import NamedTemplates
 from ..model_files.text.text_tokenizer import TextTokenizer
 from ..runtime.child import start_child
-from ..runtime.malloc import return_freed_memory
+from ..runtime.malloc import return_freed_memory, trim
 from .chat_renderer import ChatRenderer, Exits, Rendered
 from .options import ServerOptions
 from .prompt_encoder import MissingTemplate
@@ -47,6 +47,7 @@ from .request_tokenizer import NO_GRAMMARS, NOTHING_RENDERED, ChecksGrammars, No
 from .tokenizer_inbox import TokenizerInbox
 
 logger = logging.getLogger(__name__)
+OPTIONS = ServerOptions
 
 
 class TokenizerOutput(NamedTuple):
@@ -146,7 +147,7 @@ def main() -> None:
     Exits with an error if the tokenizer can't be loaded.
     """
     started = time.monotonic()
-    ctx = start_child(sys.argv, ServerOptions)
+    ctx = start_child(sys.argv, OPTIONS)
     return_freed_memory()
     here = ctx.options.disaggregation_mode
     inbox = TokenizerInbox(Receiver(ctx.zmq_ctx, ctx.address("tokenizer"), ToTokenizer), here)
@@ -156,6 +157,7 @@ def main() -> None:
         tokenizer = load_request_tokenizer(ctx.options)
     except (TextError, ModelError) as e:
         sys.exit(f"tokenizer: {e}")
+    trim()
     thread = QuestionThread(tokenizer.questions, Sender(ctx.zmq_ctx, ctx.address("http")))
     with_chats = QuestionThread(tokenizer.questions, Sender(ctx.zmq_ctx, ctx.address("http")))
     renderer = ChatRenderer(

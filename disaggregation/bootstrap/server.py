@@ -44,6 +44,7 @@ from .registration import MAX_REGISTRATION_BYTES, BootstrapError, decode_registr
 from .registry import Registry
 
 log = logging.getLogger(__name__)
+OPTIONS = ChildOptions
 SHUTDOWN_SECONDS = 1
 RETRY_AFTER = {"Retry-After": "1"}
 
@@ -141,7 +142,7 @@ async def serve(app: Starlette, sock: socket.socket, on_started: Callable[[], No
 
 def main() -> None:
     """Run the bootstrap server, as a child process of the supervisor, until it is stopped."""
-    ctx = start_child(sys.argv, ChildOptions)
+    ctx = start_child(sys.argv, OPTIONS)
     options = ctx.options
     port = options.own_bootstrap_port
     try:

@@ -17,10 +17,12 @@ from ...scheduler.scheduler import Scheduler
 from .kv_manager import KVManager
 from .network import Network
 
+OPTIONS = SchedulerOptions
+
 
 def main() -> None:
     """Run the scheduler process of an instance that takes part in hand-overs, until it ends."""
-    ctx = start_child(sys.argv, SchedulerOptions)
+    ctx = start_child(sys.argv, OPTIONS)
     return_freed_memory()
 
     host, port = ctx.options.host, ctx.options.disaggregation_control_port

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from .engine import TransferEngine
 
 log = logging.getLogger(__name__)
+OPTIONS = WorkerOptions
 
 
 def main() -> NoReturn:
     """Run the model worker process, with a transfer engine, until it ends."""
-    ctx = start_child(sys.argv, WorkerOptions)
+    ctx = start_child(sys.argv, OPTIONS)
     run(ctx, lambda model: start_engine(ctx, model))
 
 

@@ -100,6 +100,7 @@ class FastTokenizer(TextTokenizer):
     def backend(self) -> Tokenizer:
         """Return the library's tokenizer, made on first use, without truncation or padding."""
         backend = self._make_backend()
+        del self._make_backend  # with the tables that it was made of
         # A tokenizer.json may carry a training run's limits; the server's own checks speak up instead of cutting.
         backend.no_truncation()
         backend.no_padding()
@@ -111,7 +112,9 @@ class FastTokenizer(TextTokenizer):
 
         Made on first use.
         """
-        return self._make_byte_table()
+        table = self._make_byte_table()
+        del self._make_byte_table
+        return table
 
     @cached_property
     def decoding_chain(self) -> DecodingChain:

@@ -30,8 +30,8 @@ MARGIN_BYTES = 64 << 20
 
 More would delay the other processes of a host, which start at the same time, and stay in memory unused.
 """
-FIRST_BYTES = 16 << 20
-"""Committed before the first step: a first prompt of 700 tokens of SmolLM2. Instances may stay idle for long."""
+FIRST_BYTES = 8 << 20
+"""Committed before the first step: a first prompt of 370 tokens of SmolLM2. Instances may stay idle for long."""
 MARGIN_SHARE = 8
 """Never more than this part of the memory that is free when the pool is made: others may want it first."""
 SLICE_BYTES = 256 << 10
