@@ -47,7 +47,7 @@ from .cluster_plan import ClusterPlan, plan_cluster
 from .cluster_process import ClusterProcess, ForwardedOutput, LoggedOutput, ProcessOutput
 from .log_folder import LogFolder, LogFolderError
 from .pinned_model import pin_model
-from .supervisor import InstanceFailed, check_address
+from .supervisor import TOO_FEW_FILES, InstanceFailed, check_address, is_too_few_files
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +130,12 @@ class Cluster:
                 self._start(process)
         if forked:
             modules = tuple(dict.fromkeys(module for process in forked for module in process.plan.modules))
-            # What workers need in their environment is there; the orders of other processes have what those need.
-            with closing(ForkServer.spawn(modules, child_environment(WORKER))) as fork_server:
+            try:
+                # What workers need in their environment is there. The orders of other processes have what those need.
+                fork_server = ForkServer.spawn(modules, child_environment(WORKER))
+            except OSError as exc:
+                raise ClusterFailedError(f"no process can be started: {describe(exc)}") from exc
+            with closing(fork_server):
                 for process in forked:
                     self._start(process, fork_server)
 
@@ -139,7 +143,7 @@ class Cluster:
         try:
             process.start(fork_server)
         except (OSError, ForkServerFailed) as exc:
-            raise ClusterFailedError(f"{process.plan.name} can't be started: {exc}") from exc
+            raise ClusterFailedError(f"{process.plan.name} can't be started: {describe(exc)}") from exc
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
 
     def _turn(self, timeout: float | None) -> list[tuple[ClusterProcess, str]]:
@@ -278,6 +282,11 @@ def load_seconds(client: httpx.Client, url: str) -> dict[str, float]:
     return {part: seconds for part, seconds in reported.items() if seconds >= 0.05}
 
 
+def describe(error: Exception) -> str:
+    """Describe in words why something can't be started."""
+    return TOO_FEW_FILES if is_too_few_files(error) else str(error)
+
+
 def ordinal(number: int) -> str:
     """Format a number as 1st, 2nd, 3rd, 4th…"""
     suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
@@ -311,7 +320,7 @@ def run_cluster(options: ClusterOptions) -> int:
             print(f"pdserve up: {exc}", file=sys.stderr)
             return EXIT_USAGE
         except (InstanceFailed, OSError) as exc:
-            logger.error("%s", exc)
+            logger.error("%s", describe(exc))
             return 1
         return cluster.run()
 

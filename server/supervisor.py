@@ -75,6 +75,9 @@ LAST_WORDS_SECONDS = 1.0
 """Maximum seconds to copy the children's last output. A grandchild may hold the pipe open without limit."""
 
 
+TOO_FEW_FILES = "this process may not open enough files: raise ulimit -n to 1024 or more"
+
+
 class InstanceFailed(Exception):
     """The instance can't start or go on; the message says why."""
 
@@ -318,6 +321,11 @@ class Supervisor:
             self._copier.join(LAST_WORDS_SECONDS)
 
 
+def is_too_few_files(error: Exception) -> bool:
+    """Return whether the limit of open files was reached, of this process or of the host."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
 def describe_exit(code: int) -> str:
     """Describe in words how a process with this exit code ended. A negative ``code`` is the signal that killed it."""
     if code < 0:
@@ -386,9 +394,9 @@ def run_server(
         log.error("%s", e)
         return 1
     except OSError as e:
-        if e.errno not in (errno.EMFILE, errno.ENFILE):
+        if not is_too_few_files(e):
             raise
-        log.error("this process may not open enough files: raise ulimit -n to 1024 or more")
+        log.error("%s", TOO_FEW_FILES)
         return 1
     finally:
         for sock in held:

@@ -232,3 +232,14 @@ def test_a_request_that_kills_instances_does_not_end_the_cluster(up):
     cluster.until(r"\[up\] stopped")
     assert cluster.process.wait(limit(10)) == 0
     assert sum("it is started again" in line for line in cluster.lines) == 2
+
+
+@pytest.mark.parametrize("files", [8, 12, 16])
+def test_too_few_open_files_are_said_in_words(files):
+    """The limit is reached before the fork server starts, at its start, and at the second process."""
+    command = [sys.executable, "-P", "-m", "pdserve.server.cli", "up", "--port", "0", "--load-format", "dummy"]
+    limited = ["sh", "-c", f'ulimit -n {files}; exec "$0" "$@"', *command]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=limit(60))
+    assert done.returncode == 1
+    assert "raise ulimit -n to 1024 or more" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
