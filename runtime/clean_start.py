@@ -10,7 +10,7 @@ imports an entry module is left alone.
 - Standard streams that the parent closed are opened on /dev/null. Otherwise the next socket would get their number, and
   log lines would be written into it.
 - Signals that the parent blocked are let in, and SIGCHLD has its default: where it is ignored, no process can wait for
-  its children.
+  its children. SIGINT has its default in the command line's program.
 - Text is UTF-8 whatever the locale is: if the locale says otherwise, Python is started again in its UTF-8 mode.
 """
 
@@ -76,11 +76,19 @@ def use_utf8() -> None:
 
 
 def let_signals_in() -> None:
-    """Unblock all signals, and give SIGCHLD its default. Both are inherited from the parent."""
+    """Unblock all signals, and give SIGCHLD its default. Both are inherited from the parent.
+
+    In the command line's program, Ctrl-C ends the process without a traceback from now on, unless it is ignored. The
+    imports take a few tenths of a second, and servers have no handler sooner.
+    """
     import signal  # no sooner: this file would be looked for in the current directory
 
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    is_command_line = spec is None or spec.name == f"{PROGRAM}.server.cli"
+    if is_command_line and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if is_own_program():

@@ -10,6 +10,7 @@ from ..runtime import clean_start  # isort: skip  # noqa: F401
 
 import errno
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +33,8 @@ from .options import ServerOptions
 
 show_headings(ServerOptions, RouterOptions, ClusterOptions)
 SERVER_DEFAULTS, ROUTER_DEFAULTS, CLUSTER_DEFAULTS = ServerOptions(), RouterOptions(), ClusterOptions()
+SERVERS = (["server"], ["router"], ["up"])
+"""Commands with their own handling of Ctrl-C."""
 CHAT_DEFAULTS, CHECK_DEFAULTS, CALIBRATE_DEFAULTS = ChatOptions(), CheckOptions(), CalibrateOptions()
 
 
@@ -181,6 +184,8 @@ def main() -> None:
         except UnicodeDecodeError:  # options go to the processes of an instance as JSON
             print(f"pdserve: {word!r} is not UTF-8: give files and folders another name", file=sys.stderr)
             sys.exit(EXIT_USAGE)
+    if sys.argv[1:2] not in SERVERS and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # KeyboardInterrupt, so that they can clean up
     try:
         code = app(result_action="return_value")
         sys.stdout.flush()

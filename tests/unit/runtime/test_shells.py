@@ -65,6 +65,24 @@ def prepared(code: str, shell: str = "", **env: str) -> list:
     return json.loads(done.stdout)
 
 
+def test_ctrl_c_during_the_imports_prints_no_traceback() -> None:
+    code = "import signal; print(json.dumps([int(signal.getsignal(signal.SIGINT))]))"
+    assert prepared(code) == [signal.SIG_DFL]
+    assert prepared(code, "trap '' INT;") == [signal.SIG_IGN]
+
+
+@pytest.mark.parametrize(("command", "raises"), [("version", True), ("server --help", False)])
+def test_commands_that_clean_up_after_ctrl_c_can(command: str, raises: bool) -> None:
+    code = f"""
+import signal
+from pdserve.server import cli
+sys.argv[1:] = {command.split()}
+cli.app = lambda **options: print(json.dumps([signal.getsignal(signal.SIGINT) is signal.default_int_handler]))
+cli.main()
+"""
+    assert prepared(code) == [raises]
+
+
 @contextmanager
 def router(shell: str, **env: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Run a router that a shell has started, and yield its URL.
