@@ -65,7 +65,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 import xxhash
 
@@ -74,6 +73,7 @@ from .kv_memory import KVMemory
 from .memory_terms import NO_RESERVE, Reserve
 from .optional_claims import MOST_OPTIONAL, OptionalClaims
 from .req import Req, Route, hold_of
+from .reservations import Reservation, TransferLimit
 from .waiting import WaitingQueue
 
 STALL_SECONDS = 1.0
@@ -85,23 +85,6 @@ MOST_PASSED = 64
 
 Each costs a look-up of what it needs.
 """
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Memory of an incoming request, until its KV has arrived."""
-
-    req: Req
-    begun: bool
-    """Whether the sender computes or sends, or had begun before it was asked."""
-    patience: float
-    """Seconds without progress after which the reservation may be asked back for a claim of its own rank."""
-    since: float
-    """``time.monotonic()`` of the last of these: the grant, the request for the KV, the request to give it back."""
-    lane: int | None
-    """The lane in which its claim waited: see ``WaitingQueue.lane_of``."""
-    asked_back: bool = False
-    """Whether the sender was asked to give the memory back, and has not answered that it has begun."""
 
 
 class Claims:
@@ -126,21 +109,11 @@ class Claims:
         self._held_until = -math.inf
         self._revocations: dict[str, int] = {}
         """How often a request has given its memory back, by rid."""
-        self._outgoing: dict[str, int] = {}
-        """Tokens, in whole pages, of the prompts that are computed for peers, by rid."""
+        self.limit = TransferLimit(memory, self.reservations)
         self.starved: Req | None = None
         """A request that decodes alone and cannot get its next page."""
 
     # --- claims ---
-
-    def came(self, req: Req) -> None:
-        """Count an admitted outgoing request for the transfer limit before its peer asks for KV. Ignore others."""
-        if req.route is Route.OUTGOING:
-            self._outgoing[req.rid] = self._memory.pool.pages_up(req.prompt_len)
-
-    def ended(self, rid: str) -> None:
-        """Note that the request has ended: it no longer counts for the transfer limit."""
-        self._outgoing.pop(rid, None)
 
     def add_incoming(self, req: Req, prefix_limit: int, *, optional: bool) -> None:
         """Queue a claim for memory for KV that a peer has or will compute.
@@ -181,7 +154,7 @@ class Claims:
                 before.add(req)
                 yield req
             elif req.rid not in self._optional:
-                if self._is_within_limit(req):
+                if self.limit.allows(req):
                     return
                 break
         else:
@@ -195,7 +168,7 @@ class Claims:
         Optional claims are left out, and so are incoming ones if the transfer limit holds up the first.
         """
         req = self._first_needed(now)
-        if req is None or req.route is not Route.INCOMING or self._is_within_limit(req):
+        if req is None or req.route is not Route.INCOMING or self.limit.allows(req):
             return req
         return next(self.eligible(now, computing_only=True), None)
 
@@ -246,7 +219,7 @@ class Claims:
             elif req.rid in self._optional:
                 if self._grant(req, passed, now):
                     yield req
-            elif self._is_within_limit(req) and self._grant(req, passed, now):
+            elif self.limit.allows(req) and self._grant(req, passed, now):
                 yield req
             else:
                 break
@@ -293,10 +266,10 @@ class Claims:
         first = self._first_needed(now)
         if first is None:
             return []
-        if first.route is Route.INCOMING or not self._outgoing:
+        if first.route is Route.INCOMING or not self.limit.applies:
             rank = self._waiting.rank(first)
             victims = self._revoke_for(first, [one for one in stalled if self._waiting.rank(one.req) > rank], now)
-            if victims or not self._outgoing:
+            if victims or not self.limit.applies:
                 return victims
         claim = next(self.eligible(now, computing_only=True), None)
         if claim is None:
@@ -354,20 +327,6 @@ class Claims:
         self.reservations[req.rid] = Reservation(req, req.rid in self._optional, self._patience(req), now, lane)
         return True
 
-    def _is_within_limit(self, req: Req, without: Collection[Reservation] = ()) -> bool:
-        """Return whether the transfer limit (rule 1) allows this reservation. ``without`` count as given back."""
-        if not self._outgoing:
-            return True
-        memory = self._memory
-        others = [one for one in self.reservations.values() if not one.begun and one not in without]
-        if not others:
-            return True
-        held = sum(memory.pool.pages_up(hold_of(one.req).kv_len) for one in others)
-        slots = held + memory.pool.pages_up(req.known_len) + max(self._outgoing.values())
-        is_within = slots <= memory.pool.max_total_tokens and len(others) + 2 <= memory.pool.num_rows
-        given = sum(hold_of(one.req).window.committed for one in without)
-        return is_within and memory.headroom.could_promise_one_more(req, given)
-
     def _fits(self, req: Req, gone: Collection[Reservation]) -> bool:
         """Return whether the request could have memory if the reservations ``gone`` were given back."""
         memory, given = self._memory, NO_RESERVE
@@ -379,7 +338,7 @@ class Claims:
             return memory.pool.obtainable + given.slots >= memory.pool.page_size
         if req.route is not Route.INCOMING:
             return memory.headroom.could_admit(req, NO_RESERVE, given)
-        return self._is_within_limit(req, gone) and memory.headroom.could_admit(req, self.reserve(req, gone), given)
+        return self.limit.allows(req, gone) and memory.headroom.could_admit(req, self.reserve(req, gone), given)
 
     def _is_yielding(self, req: Req) -> bool:
         """Return whether a revoked claim must wait for the one it was revoked for. If not, forget the revocation."""

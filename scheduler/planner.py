@@ -203,13 +203,13 @@ class StepPlanner:
     def came(self, req: Req) -> Req:
         """Count an admitted request, before it is queued, for fair shares and the transfer limit, and return it."""
         self.waiting.shares.comes(req.tenant)
-        self.claims.came(req)
+        self.claims.limit.came(req)
         return req
 
     def ended(self, req: Req) -> None:
         """Remove a request that has ended from all queues and counts, and learn its output length."""
         self.forget(req.rid)
-        self.claims.ended(req.rid)
+        self.claims.limit.ended(req.rid)
         self.admission.learn(req)
         self.waiting.shares.goes(req.tenant)
 

@@ -20,8 +20,9 @@ import numpy as np
 
 from pdserve.messages.outputs import ReqError
 from pdserve.messages.requests import Bootstrap
-from pdserve.scheduler.claims import STALL_SECONDS, Reservation
+from pdserve.scheduler.claims import STALL_SECONDS
 from pdserve.scheduler.req import Req, Route, hold_of
+from pdserve.scheduler.reservations import Reservation
 from support.sim import make_generate, make_options, reference_output
 from support.world.node import HOST, Node
 from support.world.signature import signature

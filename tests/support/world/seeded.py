@@ -29,6 +29,7 @@ from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.peer_requests import PeerRequests
 from pdserve.scheduler.pinned_memory import PinnedMemory
 from pdserve.scheduler.req import Req
+from pdserve.scheduler.reservations import TransferLimit
 from pdserve.scheduler.scheduler import Scheduler
 from support.sim import NO_WINDOW, SimWindow
 
@@ -238,7 +239,7 @@ def any_rank_revokes(patch: Patch) -> None:
 
     def to_revoke(self: Claims, now: float) -> list[Req]:
         with patch.context() as within:
-            within.setattr(self._waiting, "rank", lambda req: req.rid in self._reservations)
+            within.setattr(self._waiting, "rank", lambda req: req.rid in self.reservations)
             return original(self, now)
 
     patch.setattr(Claims, "to_revoke", to_revoke)
@@ -246,7 +247,7 @@ def any_rank_revokes(patch: Patch) -> None:
 
 def no_transfer_limit(patch: Patch) -> None:
     """Rule 1 of ``scheduler/claims.py`` is left out."""
-    patch.setattr(Claims, "_is_within_limit", lambda self, req, without=(): True)
+    patch.setattr(TransferLimit, "allows", lambda self, req, without=(): True)
 
 
 def claims_do_not_yield(patch: Patch) -> None:

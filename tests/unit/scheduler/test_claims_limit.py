@@ -15,7 +15,7 @@ def test_reservations_leave_room_for_the_largest_prompt_that_is_computed_for_a_p
     sim = both_ways(max_total_tokens=128)
     claims = sim.scheduler.planner.claims
     outgoing = make_req(sim, "outgoing", 60, leg="prefill")
-    claims.came(outgoing)
+    claims.limit.came(outgoing)
     incoming = [make_req(sim, f"in-{i}", 30, leg="decode") for i in range(3)]
     for req in incoming:
         claims.add_incoming(req, 0, optional=False)
@@ -28,14 +28,14 @@ def test_reservations_leave_room_for_the_largest_prompt_that_is_computed_for_a_p
     for req in incoming:
         claims.forget(req.rid)
         sim.scheduler.memory.finish(req)
-    claims.ended(outgoing.rid)
+    claims.limit.ended(outgoing.rid)
     assert sim.scheduler.memory.pool.obtainable == 128
 
 
 def test_a_reservation_that_is_alone_may_be_as_large_as_the_pool() -> None:
     sim = both_ways(max_total_tokens=128)
     claims = sim.scheduler.planner.claims
-    claims.came(make_req(sim, "outgoing", 100, leg="prefill"))
+    claims.limit.came(make_req(sim, "outgoing", 100, leg="prefill"))
     large = make_req(sim, "large", 120, leg="decode")
     claims.add_incoming(large, 0, optional=False)
     assert claims.grant_incoming(0.0) == [large]
@@ -81,7 +81,7 @@ def test_a_cycle_that_the_limit_could_not_see_is_broken_and_the_revoked_yield(be
 def test_reservations_do_not_take_the_last_row_from_a_prompt_for_a_peer() -> None:
     sim = both_ways(max_total_tokens=512, max_running_requests=3)
     claims = sim.scheduler.planner.claims
-    claims.came(make_req(sim, "outgoing", 20, leg="prefill"))
+    claims.limit.came(make_req(sim, "outgoing", 20, leg="prefill"))
     incoming = [make_req(sim, f"in-{i}", 20, leg="decode") for i in range(3)]
     for i, req in enumerate(incoming):
         req.times.fcfs_time = i
@@ -107,7 +107,7 @@ def test_a_claim_that_lacks_windows_within_the_limit_gets_reservations_of_lower_
     options = make_options(handover="on", max_total_tokens=512, enable_priority_scheduling=True)
     sim = SimInstance(options, window=SimWindow(8, 64))
     claims = sim.scheduler.planner.claims
-    claims.came(make_req(sim, "outgoing", 20, leg="prefill"))
+    claims.limit.came(make_req(sim, "outgoing", 20, leg="prefill"))
     low = [make_req(sim, f"low-{i}", 20, leg="decode") for i in range(6)]
     for i, req in enumerate(low):
         req.times.fcfs_time = i
