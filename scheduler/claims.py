@@ -11,7 +11,7 @@ optional   KV of a request that runs on a peer meanwhile (migration) or has ende
 All claims are in one order (``waiting.py``): by rank (priority), within a rank retracted requests first, then by fair
 share or policy, then by arrival. An eligible claim that does not fit holds up all claims after it. Skipped are:
 
-- optional claims that do not fit: no request depends on them. Only the first few are in the order
+- optional claims that do not fit: no request depends on them. Only the first few by rank and arrival are in the order
   (``optional_claims.py``);
 - claims that are not *eligible*, which hold no memory. A retracted request's last token may be under way, a store may
   be about to bring KV, or the claim yields (rule 2);
@@ -41,6 +41,7 @@ a cycle:
    The limit does not apply to a reservation that is the only one.
 2. *Revocation.* The limit can't see an outgoing request that comes later, nor a large local one ahead of it. So a
    reservation that has made no progress for its ``patience`` is asked back if that makes the first computing claim fit.
+   The last in the queue's order are asked back first.
    The sender gives it back unless it has begun, in which case it belongs to (b). The revoked claim is queued again
    where it was, and yields to the claim it was revoked for until that one has its memory. So do all incoming claims.
    They do so even if that claim fits already and nothing computes here. Claims before it may lack memory that is kept
@@ -259,8 +260,6 @@ class Claims:
         ]
         if not stalled:
             return []
-        # Ask the last in order first: it has waited least.
-        stalled.sort(key=lambda one: (self._waiting.rank(one.req), one.req.times.fcfs_time), reverse=True)
         if self.starved is not None:
             return self._revoke_for(self.starved, stalled, now)
         first = self._first_needed(now)
@@ -290,13 +289,13 @@ class Claims:
             for one in self.reservations.values()
             if one.asked_back and self._yields.get(one.req.rid) is req and now - one.since < STALL_SECONDS
         ]
+        if self._fits(req, gone) or not self._fits(req, [*gone, *stalled]):
+            return []
+        # The last in order has waited least. Only now are they sorted: that looks at the prompt of each.
+        candidates = self._waiting.as_if_queued({one.req: one.lane for one in stalled})
         victims: list[Reservation] = []
-        candidates = iter(stalled)
-        while not self._fits(req, gone):
-            if (victim := next(candidates, None)) is None:
-                return []
-            victims.append(victim)
-            gone.append(victim)
+        while not self._fits(req, [*gone, *victims]):
+            victims.append(self.reservations[candidates.pop().rid])
         for one in victims:
             one.since, one.asked_back = now, True
             self._yields[one.req.rid] = req

@@ -25,7 +25,8 @@ class OptionalClaims:
     """The optional claims, by rank and then by arrival.
 
     The first ``MOST_OPTIONAL`` of them are in the order of the waiting queue. The others are parked there, so that ten
-    thousand cost a tick as much as eight.
+    thousand cost a tick as much as eight. Fair shares and the policy do not choose the first ones: all would have to be
+    sorted again whenever a tenant is served.
     """
 
     def __init__(self, waiting: WaitingQueue) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from .fairness import NoShares, Shares, Tenant
@@ -27,6 +27,8 @@ from .req import Req, Route
 
 FEW = 64
 """Stale heap entries allowed beyond the number of open lanes."""
+NO_LANE = 0
+"""Number that no lane has: lanes are counted from 1."""
 
 
 class _Lane(NamedTuple):
@@ -166,6 +168,27 @@ class WaitingQueue:
                 yield from self.policy.order(turns[0].number, computing_only=computing_only)
             else:
                 yield from self._in_turn(turns, computing_only)
+
+    def as_if_queued(self, lanes: Mapping[Req, int | None]) -> list[Req]:
+        """Return requests that do not wait, none of them retracted, in the order in which they would be tried.
+
+        ``lanes``: the lanes in which they waited, from ``lane_of``. Equal shares go by these numbers.
+        """
+        members: dict[_Lane, list[Req]] = {}
+        for req in lanes:
+            members.setdefault(self._lane(req), []).append(req)
+        turns = [
+            (lane.rank, self.shares.share(lane.tenant), min(lanes[req] or 0 for req in reqs), reqs)
+            for lane, reqs in members.items()
+        ]
+        found: list[Req] = []
+        for *_, reqs in sorted(turns, key=lambda turn: turn[:3]):
+            for req in reqs:
+                self.policy.add(req, NO_LANE)
+            found += list(self.policy.order(NO_LANE))
+            for req in reqs:
+                self.policy.remove(req)
+        return found
 
     def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:
         """Return those of ``others``, waiting or in the middle of their prompts, that are expected to go before

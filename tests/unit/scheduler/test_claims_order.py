@@ -1,0 +1,83 @@
+"""The order of claims where reservations are asked back: which one goes first, and which claims wait for how long."""
+
+from __future__ import annotations
+
+import msgspec
+from support.claims import both_ways, make_req
+from support.sim import SimInstance
+
+from pdserve.scheduler.claims import STALL_SECONDS
+from pdserve.scheduler.fairness import Tenant
+from pdserve.scheduler.req import Req, Route
+
+
+def incoming(sim: SimInstance, rid: str, length: int, turn: float, *, priority: int = 0, outputs: int = 4) -> Req:
+    """Add a claim for KV that a peer computes."""
+    req = make_req(sim, rid, length, leg="decode", outputs=outputs)
+    req.msg, req.times.fcfs_time = msgspec.structs.replace(req.msg, priority=priority), turn
+    sim.scheduler.planner.claims.add_incoming(req, 0, optional=False)
+    return req
+
+
+def computing(
+    sim: SimInstance, rid: str, length: int, turn: float, *, priority: int = 0, outputs: int = 4, local: bool = False
+) -> Req:
+    """Add a claim for a prompt that is computed here, for a peer unless it is ``local``."""
+    req = make_req(sim, rid, length, leg="prefill", outputs=outputs)
+    req.msg, req.times.fcfs_time = msgspec.structs.replace(req.msg, priority=priority), turn
+    req.route = Route.LOCAL if local else req.route
+    sim.scheduler.planner.came(req)
+    sim.scheduler.planner.waiting.add(req)
+    return req
+
+
+def reserve(sim: SimInstance, *reqs: Req) -> None:
+    """Grant the claims at time 1 and ask their senders for KV then."""
+    claims = sim.scheduler.planner.claims
+    assert sorted(req.rid for req in claims.grant_incoming(1.0)) == sorted(req.rid for req in reqs)
+    for req in reqs:
+        claims.requested(req, 1.0)
+
+
+def give_back(sim: SimInstance, *reqs: Req) -> None:
+    """Free the memory of reservations that were asked back, and queue their claims again."""
+    for req in reqs:
+        sim.scheduler.memory.finish(req)
+        req.computed = 0
+        sim.scheduler.planner.claims.revoked(req)
+
+
+def start(sim: SimInstance, req: Req) -> None:
+    """Give a computing claim its memory."""
+    claims = sim.scheduler.planner.claims
+    assert sim.scheduler.memory.admit(req, claims.reserve(req), prefix_limit=0)
+    sim.scheduler.planner._admitted(req, 1.0)
+
+
+PATIENT = 1.0 + 2 * STALL_SECONDS
+"""Time at which the patience with reservations of time 1 is over."""
+
+
+def test_with_fair_shares_the_reservation_of_the_tenant_that_had_most_is_asked_back() -> None:
+    """Although it came first."""
+    sim = both_ways(max_total_tokens=96, fair_scheduling=True, schedule_conservativeness=0.01)
+    shares = sim.scheduler.planner.waiting.shares
+    heavy, light = (make_req(sim, key, 40, leg="decode") for key in ("heavy", "light"))
+    for turn, req in enumerate((heavy, light)):
+        req.tenant, req.times.fcfs_time = Tenant(req.rid), turn
+        shares.comes(req.tenant)
+        sim.scheduler.planner.claims.add_incoming(req, 0, optional=False)
+    shares.output(heavy.tenant, 5000)
+    assert list(sim.scheduler.planner.waiting.order()) == [light, heavy]
+    reserve(sim, heavy, light)
+    computing(sim, "outgoing", 40, 9)
+    assert sim.scheduler.planner.claims.to_revoke(PATIENT) == [heavy]
+
+
+def test_the_reservation_that_the_policy_puts_last_is_asked_back_first() -> None:
+    sim = both_ways(max_total_tokens=96, schedule_policy="lof", schedule_conservativeness=0.01)
+    short, long = incoming(sim, "short", 40, 0, outputs=2), incoming(sim, "long", 40, 1, outputs=8)
+    reserve(sim, short, long)
+    computing(sim, "outgoing", 40, 9)
+    assert sim.scheduler.planner.claims.to_revoke(PATIENT) == [short]
+    assert list(sim.scheduler.planner.waiting) == ["outgoing"]
