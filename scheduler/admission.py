@@ -7,7 +7,7 @@ each other. So their use of pages is simulated ahead (``estimates/page_forecast.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .estimates.output_lengths import OutputLengths
 from .estimates.page_forecast import Held, extra_slots, moments
@@ -29,19 +29,21 @@ class Admission:
         self._memory = memory
         self._factor = conservativeness
 
-    def reserve(self, reqs: Iterable[Req], newcomer: Req) -> int:
-        """Estimate the KV slots to keep free for tokens that ``reqs`` and ``newcomer`` will still generate on this
-        instance.
+    def reserve(self, reqs: Iterable[Req], newcomer: Req, before: Sequence[Req] = ()) -> int:
+        """Estimate the KV slots to keep free for tokens that all these requests will still generate on this instance.
 
         Return 0 if each of them can have its maximum. ``reqs`` have memory already, and ``newcomer`` asks for some.
+        ``before``: requests that will get memory before it. Their prompts are not in the estimate.
         """
-        generating = [req for req in (*reqs, newcomer) if req.route is not Route.OUTGOING and req.wants_tokens]
+        asked = (*reqs, *before, newcomer)
+        generating = [req for req in asked if req.route is not Route.OUTGOING and req.wants_tokens]
         if not generating:
             return 0
         held = [self._held(req) for req in generating]
         up = self._memory.pool.pages_up
         worst = sum(up(one.length + one.most) - up(one.length) for one in held)
-        if worst * self._factor + up(newcomer.known_len) <= self._memory.pool.obtainable:
+        prompts = sum(up(req.known_len) for req in (*before, newcomer))
+        if worst * self._factor + prompts <= self._memory.pool.obtainable:
             return 0  # all of them can have all that they may ask for: no estimate is needed
         ahead = moments(max(one.most for one in held))
         most = [req.max_new_tokens for req in generating]

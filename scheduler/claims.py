@@ -15,8 +15,8 @@ share or policy, then by arrival. An eligible claim that does not fit holds up a
   (``optional_claims.py``);
 - claims that are not *eligible*, which hold no memory. A retracted request's last token may be under way, a store may
   be about to bring KV, or the claim yields (rule 2);
-- for incoming claims only: computing claims that wait for a step's compute budget and not for memory. What they need is
-  left for them;
+- for incoming claims only: computing claims that wait for a step's compute budget and not for memory. An incoming claim
+  gets memory only if they all fit beside it, with what is reserved for outputs;
 - for computing claims only: incoming claims that the transfer limit (rule 1 below) holds up, which is not lack of
   memory.
 
@@ -65,7 +65,7 @@ otherwise. This can't go in circles, because the rank decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import xxhash
 
@@ -84,7 +84,7 @@ MOST_DOUBLINGS = 4
 MOST_PASSED = 64
 """Computing claims, waiting for compute budget, that incoming claims may overtake in one tick.
 
-Each costs a look-up of what it needs.
+The output of each is estimated for every incoming claim that is tried.
 """
 
 
@@ -177,17 +177,19 @@ class Claims:
         """Return the first eligible request with a claim that is not optional."""
         return next((req for req in self.eligible(now) if req.rid not in self._optional), None)
 
-    def reserve(self, req: Req, without: Collection[Reservation] = ()) -> Reserve:
+    def reserve(self, req: Req, without: Collection[Reservation] = (), before: Sequence[Req] = ()) -> Reserve:
         """Return what must stay obtainable when ``req`` gets memory: slots for its and others' further output.
 
         That is nothing if ``req`` is alone, as it always fits. Nor is anything reserved if it computes and none runs
-        here: peers may wait for it. ``without``: reservations that count as given back.
+        here: peers may wait for it. ``without``: reservations that count as given back. ``before``: claims that are to
+        fit as well.
         """
         holders = dict.fromkeys(self._running.values())
         reserved = [one.req for one in self.reservations.values() if one not in without]
-        if not holders and (req.route is not Route.INCOMING or not reserved):
+        if not (holders or before) and (req.route is not Route.INCOMING or not reserved):
             return NO_RESERVE
-        return Reserve(self._admission.reserve(holders | dict.fromkeys(reserved), req))
+        output = self._admission.reserve(holders | dict.fromkeys(reserved), req, before)
+        return Reserve(output).plus(self._memory.headroom.needs(before))
 
     # --- reservations ---
 
@@ -209,13 +211,14 @@ class Claims:
                 return granted
 
     def _grant_in_order(self, now: float) -> Iterator[Req]:
-        """Grant the incoming claims in order, as far as computing ones before them leave room. Yield their requests."""
-        passed, left = NO_RESERVE, MOST_PASSED
+        """Grant the incoming claims in order, as far as computing ones before them still fit. Yield their requests."""
+        passed: list[Req] = []
+        slots = 0
         for req in self.eligible(now):
             if req.route is not Route.INCOMING:
-                passed = passed.plus(self._memory.headroom.needs([req]))
-                left -= 1
-                if not left or passed.slots > self._memory.pool.obtainable:
+                passed.append(req)
+                slots += self._memory.pool.pages_up(req.known_len)
+                if len(passed) == MOST_PASSED or slots > self._memory.pool.obtainable:
                     break
             elif req.rid in self._optional:
                 if self._grant(req, passed, now):
@@ -317,8 +320,9 @@ class Claims:
         self._revocations[req.rid] = self._revocations.get(req.rid, 0) + 1
         self._waiting.add(req, reservation.lane)
 
-    def _grant(self, req: Req, passed: Reserve, now: float) -> bool:
-        reserve = self.reserve(req).plus(passed)
+    def _grant(self, req: Req, passed: Sequence[Req], now: float) -> bool:
+        """Give an incoming claim memory if all claims in ``passed`` still fit beside it. Return whether it got some."""
+        reserve = self.reserve(req, before=passed)
         if not self._memory.admit(req, reserve, prefix_limit=self._prefix_limits[req.rid], verified=False):
             return False
         lane = self._waiting.lane_of(req)

@@ -6,7 +6,7 @@ well, and jumps up when a request had to be retracted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ...scheduler.admission import Admission
 from ...scheduler.kv_memory import KVMemory
@@ -24,14 +24,13 @@ class RatioAdmission(Admission):
         self._floor = min(self._initial, FLOOR * conservativeness)
         self._ratio = self._initial
 
-    def reserve(self, reqs: Iterable[Req], newcomer: Req) -> int:
+    def reserve(self, reqs: Iterable[Req], newcomer: Req, before: Sequence[Req] = ()) -> int:
         """Return the slots to reserve: a share of the output tokens that these requests may still generate.
 
-        At most ``CLIP_TOKENS`` count for each request. ``newcomer`` counts once, even if it is among ``reqs``.
+        At most ``CLIP_TOKENS`` count for each request. A request counts once, even if it is given twice.
         """
-        future = sum(
-            min(r.max_new_tokens - (r.total_len - r.prompt_len), CLIP_TOKENS) for r in dict.fromkeys((*reqs, newcomer))
-        )
+        asked = dict.fromkeys((*reqs, *before, newcomer))
+        future = sum(min(r.max_new_tokens - (r.total_len - r.prompt_len), CLIP_TOKENS) for r in asked)
         return int(future * self._ratio)
 
     def step_done(self, retracted: int) -> None:

@@ -81,3 +81,29 @@ def test_the_reservation_that_the_policy_puts_last_is_asked_back_first() -> None
     computing(sim, "outgoing", 40, 9)
     assert sim.scheduler.planner.claims.to_revoke(PATIENT) == [short]
     assert list(sim.scheduler.planner.waiting) == ["outgoing"]
+
+
+def test_no_hand_over_passes_a_computing_claim_that_lacks_memory_for_outputs() -> None:
+    """Its prompt would fit beside the hand-over, and not the estimated outputs."""
+    sim = both_ways(max_total_tokens=256)
+    running = computing(sim, "running", 60, 0, outputs=150, local=True)
+    start(sim, running)
+    large = computing(sim, "large", 100, 1, outputs=200, local=True)
+    claims = sim.scheduler.planner.claims
+    assert not sim.scheduler.memory.headroom.could_admit(large, claims.reserve(large))
+    small = incoming(sim, "small", 8, 2)
+    assert claims.grant_incoming(1.0) == []
+    sim.scheduler.planner.waiting.remove("large")
+    assert claims.grant_incoming(1.0) == [small]
+
+
+def test_a_computing_claim_that_a_hand_over_passes_still_fits_with_its_outputs() -> None:
+    sim = both_ways(max_total_tokens=256, max_running_requests=64)
+    start(sim, computing(sim, "running", 8, 0, outputs=2, local=True))
+    large = computing(sim, "large", 100, 1, outputs=150, local=True)
+    small = [incoming(sim, f"small-{i}", 8, 2 + i, outputs=2) for i in range(20)]
+    claims = sim.scheduler.planner.claims
+    granted = claims.grant_incoming(1.0)
+    assert granted == small[: len(granted)]
+    assert 0 < len(granted) < 20
+    assert sim.scheduler.memory.headroom.could_admit(large, claims.reserve(large))
