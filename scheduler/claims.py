@@ -50,6 +50,17 @@ a cycle:
 After the revocation only (a), (b) and (c) are between the first computing claim and its memory. So on every instance
 some computing claim always gets memory, hence every outgoing request does, hence every reservation ends.
 
+A claim may be revoked for one of lower rank. So that it does not starve with that one, it yields no longer than these:
+
+- while the other claim is the first computing one. If a computing claim comes before that one, the memory is for the
+  newcomer, and for the newcomer reservations are asked back;
+- until an incoming claim of higher rank than the other claim has got memory.
+
+This brings no circle back. Where instances agree on ranks, all claims of a circle have the same rank: a claim waits for
+claims before it, or for reservations of at least its own rank. Say no more requests come, and look at the highest rank
+that waits. No incoming claim of a higher rank gets memory. A computing claim that becomes the first one gets memory, or
+is overtaken by one that does, and there are only so many. So the yields to the last one end only with its memory.
+
 Instances that ask each other at once would all give back, and none would gain. So a sender may refuse, as if it had
 begun. It refuses if it asks reservations back itself for the prompt of that reservation, and its epoch is smaller than
 the asking instance's. In a circle not every epoch is smaller than the next one, so one instance gives back. An instance
@@ -65,7 +76,7 @@ otherwise. This can't go in circles, because the rank decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import xxhash
 
@@ -140,9 +151,16 @@ class Claims:
 
         ``computing_only``: leave incoming claims out. A drawn claim may be removed before the next is drawn.
         """
-        for req in self._waiting.order(computing_only=computing_only or self._is_held(now)):
+        self._end_yields(now)
+        yield from self._could_use_memory(now, computing_only=computing_only or self._is_held(now))
+
+    def _could_use_memory(self, now: float, *, computing_only: bool = False) -> Iterator[Req]:
+        for req in self._waiting.order(computing_only=computing_only):
             if not (req.pending or self._memory.tiers.store.must_wait(req.rid, now) or self._is_yielding(req)):
                 yield req
+
+    def _first_computing(self, now: float) -> Req | None:
+        return next(self._could_use_memory(now, computing_only=True), None)
 
     def computing(self, now: float) -> Iterator[Req]:
         """Yield the requests to compute here that may be granted memory at ``now``, in the order of grants.
@@ -273,7 +291,7 @@ class Claims:
             victims = self._revoke_for(first, [one for one in stalled if self._waiting.rank(one.req) > rank], now)
             if victims or not self.limit.applies:
                 return victims
-        claim = next(self.eligible(now, computing_only=True), None)
+        claim = self._first_computing(now)
         if claim is None:
             return []
         rank = self._waiting.rank(claim)
@@ -325,7 +343,8 @@ class Claims:
         reserve = self.reserve(req, before=passed)
         if not self._memory.admit(req, reserve, prefix_limit=self._prefix_limits[req.rid], verified=False):
             return False
-        lane = self._waiting.lane_of(req)
+        lane, rank = self._waiting.lane_of(req), self._waiting.rank(req)
+        self._keep_yields(lambda other: self._waiting.rank(other) <= rank)
         self._waiting.remove(req.rid)
         self.reservations[req.rid] = Reservation(req, req.rid in self._optional, self._patience(req), now, lane)
         return True
@@ -344,14 +363,21 @@ class Claims:
         return self.limit.allows(req, gone) and memory.headroom.could_admit(req, self.reserve(req, gone), given)
 
     def _is_yielding(self, req: Req) -> bool:
-        """Return whether a revoked claim must wait for the one it was revoked for. If not, forget the revocation."""
+        """Return whether a revoked claim must wait for the one it was revoked for."""
         other = self._yields.get(req.rid)
-        if other is None:
-            return False
-        if other is self.starved or self._lacks_memory(other):
-            return True
-        del self._yields[req.rid]
-        return False
+        return other is not None and (other is self.starved or self._lacks_memory(other))
+
+    def _end_yields(self, now: float) -> None:
+        """End all yields to computing claims but the first one, and to requests that have their memory."""
+        if self._yields:
+            served = (self._first_computing(now), self.starved)
+            self._keep_yields(
+                lambda other: other in served or (other.route is Route.INCOMING and self._lacks_memory(other))
+            )
+
+    def _keep_yields(self, is_kept: Callable[[Req], bool]) -> None:
+        """End the yields to requests for which ``is_kept`` returns False, except while the memory is not given back."""
+        self._yields = {rid: other for rid, other in self._yields.items() if rid in self.reservations or is_kept(other)}
 
     def _is_held(self, now: float) -> bool:
         """Return whether all incoming claims yield to a computing one at ``now``. If they do not, forget that claim."""
@@ -365,4 +391,4 @@ class Claims:
         return False
 
     def _lacks_memory(self, req: Req) -> bool:
-        return req.hold is None and req.rid in self._waiting
+        return req.hold is None and self._waiting.has(req)

@@ -84,6 +84,10 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[str]:
         return iter(self._reqs)
 
+    def has(self, req: Req) -> bool:
+        """Return whether this very request waits, and not another one of its rid."""
+        return self._reqs.get(req.rid) is req
+
     def values(self) -> Iterator[Req]:
         """Return all waiting requests, parked ones included, in the order in which they were queued."""
         return iter(self._reqs.values())
@@ -146,7 +150,7 @@ class WaitingQueue:
 
     def give_back(self, req: Req) -> None:
         """Let a parked request be tried again. Do nothing if it no longer waits or is not parked."""
-        if self._reqs.get(req.rid) is not req or req in self._queued:
+        if not self.has(req) or req in self._queued:
             return
         if req in self._parked:
             self._parked.remove(req)

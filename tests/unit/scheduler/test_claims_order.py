@@ -107,3 +107,66 @@ def test_a_computing_claim_that_a_hand_over_passes_still_fits_with_its_outputs()
     assert granted == small[: len(granted)]
     assert 0 < len(granted) < 20
     assert sim.scheduler.memory.headroom.could_admit(large, claims.reserve(large))
+
+
+RANKS = {"enable_priority_scheduling": True, "schedule_conservativeness": 0.01}
+LATER = PATIENT + 2 * STALL_SECONDS
+"""Time at which no claim is held any more for one that does not fit."""
+
+
+def test_a_revoked_claim_does_not_yield_while_claims_between_both_are_served() -> None:
+    """A stream of them would starve the lower one, and with it the higher one."""
+    sim = both_ways(max_total_tokens=128, **RANKS)
+    claims = sim.scheduler.planner.claims
+    high = incoming(sim, "high", 60, 0, priority=10)
+    reserve(sim, high)
+    computing(sim, "low", 100, 1, priority=0)
+    assert claims.to_revoke(PATIENT) == [high]
+    start(sim, computing(sim, "middle-1", 40, 2, priority=5, local=True))
+    computing(sim, "middle-2", 40, 3, priority=5, local=True)
+    give_back(sim, high)
+    assert claims.grant_incoming(LATER) == [high]
+
+
+def test_a_revoked_claim_does_not_yield_once_a_hand_over_of_a_rank_between_both_has_memory() -> None:
+    sim = both_ways(max_total_tokens=128, **RANKS)
+    claims = sim.scheduler.planner.claims
+    high = incoming(sim, "high", 40, 0, priority=3)
+    reserve(sim, high)
+    low = computing(sim, "low", 100, 1, priority=0)
+    assert claims.to_revoke(PATIENT) == [high]
+    start(sim, computing(sim, "middle-1", 50, 2, priority=5, local=True))
+    give_back(sim, high)
+    assert claims.grant_incoming(LATER) == []
+    assert claims.first(LATER) is low
+    middle = incoming(sim, "middle-2", 4, 3, priority=5)
+    claims.limit.ended("low")
+    assert claims.grant_incoming(LATER) == [middle, high]
+
+
+def test_a_revoked_claim_yields_until_the_other_one_has_memory_though_its_equals_come() -> None:
+    sim = both_ways(max_total_tokens=128, **RANKS)
+    claims = sim.scheduler.planner.claims
+    revoked = incoming(sim, "revoked", 60, 0)
+    reserve(sim, revoked)
+    outgoing = computing(sim, "outgoing", 100, 1)
+    assert claims.to_revoke(PATIENT) == [revoked]
+    start(sim, computing(sim, "high", 40, 2, priority=5, local=True))
+    give_back(sim, revoked)
+    computing(sim, "equal", 4, 3, local=True)
+    assert claims.grant_incoming(LATER) == []
+    assert next(claims.computing(LATER)) is outgoing
+
+
+def test_no_claim_yields_to_a_request_that_has_the_rid_of_one_that_is_gone() -> None:
+    sim = both_ways(max_total_tokens=128, schedule_conservativeness=0.01)
+    planner = sim.scheduler.planner
+    revoked = incoming(sim, "revoked", 60, 0)
+    reserve(sim, revoked)
+    gone = computing(sim, "outgoing", 100, 1)
+    assert planner.claims.to_revoke(PATIENT) == [revoked]
+    give_back(sim, revoked)
+    planner.forget(gone.rid)
+    planner.claims.limit.ended(gone.rid)
+    computing(sim, "outgoing", 100, 2)
+    assert planner.claims.grant_incoming(LATER) == [revoked]
