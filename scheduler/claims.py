@@ -18,7 +18,7 @@ share or policy, then by arrival. An eligible claim that does not fit holds up a
 - for incoming claims only: computing claims that wait for a step's compute budget and not for memory. An incoming claim
   gets memory only if they all fit beside it, with what is reserved for outputs;
 - for computing claims only: incoming claims that the transfer limit (rule 1 below) holds up, which is not lack of
-  memory.
+  memory. While memory is held (rule 3), all incoming ones are skipped.
 
 Why no claim waits for ever
 ---------------------------
@@ -33,8 +33,8 @@ Memory is held by:
 
 Memory of (a) to (c) is freed without needing memory elsewhere. Memory of (d) is not: the sender may itself wait for
 memory, held by its own reservations. In a cycle of instances that wait for each other, each has reservations and,
-behind these, an outgoing request. This is a computing claim that a peer's reservation waits for. Two rules exclude such
-a cycle:
+behind these, an outgoing request. This is a computing claim that a peer's reservation waits for. Three rules exclude
+such a cycle:
 
 1. *Transfer limit.* It applies while outgoing requests live here. A reservation is granted only if it, all other
    reservations and the largest outgoing request fit together. That is checked for slots, request rows and window pages.
@@ -43,23 +43,27 @@ a cycle:
    reservation that has made no progress for its ``patience`` is asked back if that makes the first computing claim fit.
    The last in the queue's order are asked back first.
    The sender gives it back unless it has begun, in which case it belongs to (b). The revoked claim is queued again
-   where it was, and yields to the claim it was revoked for until that one has its memory. So do all incoming claims.
-   They do so even if that claim fits already and nothing computes here. Claims before it may lack memory that is kept
-   for the outputs of reservations.
+   where it was, and yields to the claim it was revoked for until that one has its memory.
+3. *Hold.* After a revocation, other incoming claims get only memory that leaves room for the computing claim. They do
+   not stop it, either, though they come before it and do not fit. The same holds if a reservation is stalled, nothing
+   computes here and the first computing claim fits already. Claims before it may lack memory that is kept for the
+   outputs of reservations.
 
 After the revocation only (a), (b) and (c) are between the first computing claim and its memory. So on every instance
 some computing claim always gets memory, hence every outgoing request does, hence every reservation ends.
 
-A claim may be revoked for one of lower rank. So that it does not starve with that one, it yields no longer than these:
+A claim may be revoked for one of lower rank, and be held up by it. So that it does not starve with that one, both ends:
 
-- while the other claim is the first computing one. If a computing claim comes before that one, the memory is for the
-  newcomer, and for the newcomer reservations are asked back;
-- until an incoming claim of higher rank than the other claim has got memory.
+- yield and hold, if that one is not the first computing claim any more. It may be overtaken, parked or wait for a
+  store. Then reservations are asked back for the new first one;
+- the yield, if an incoming claim of higher rank than that one gets memory;
+- the hold after ``STALL_SECONDS``, unless that one fits. Then it waits only for requests that run here.
 
-This brings no circle back. Where instances agree on ranks, all claims of a circle have the same rank: a claim waits for
-claims before it, or for reservations of at least its own rank. Say no more requests come, and look at the highest rank
-that waits. No incoming claim of a higher rank gets memory. A computing claim that becomes the first one gets memory, or
-is overtaken by one that does, and there are only so many. So the yields to the last one end only with its memory.
+This brings no circle back. Where instances agree on ranks, all claims of a circle have the same rank. The reason is
+that a claim waits for claims before it, or for reservations of at least its own rank. Say no more requests come, and
+look at the highest rank that waits. No incoming claim of a higher rank gets memory. A computing claim that becomes the
+first one gets memory, or is overtaken by one that does, and their number is finite. So the yields to the last one end
+only with its memory. Then the same holds for the next rank.
 
 Instances that ask each other at once would all give back, and none would gain. So a sender may refuse, as if it had
 begun. It refuses if it asks reservations back itself for the prompt of that reservation, and its epoch is smaller than
@@ -117,7 +121,7 @@ class Claims:
         self._yields: dict[str, Req] = {}
         """The request that needs the memory of a reservation which was asked back, by the rid of the reservation."""
         self._held_for: Req | None = None
-        """The computing request to which all incoming claims yield."""
+        """The computing request for which memory is kept before all incoming claims."""
         self._held_until = -math.inf
         self._revocations: dict[str, int] = {}
         """How often a request has given its memory back, by rid."""
@@ -230,9 +234,12 @@ class Claims:
 
     def _grant_in_order(self, now: float) -> Iterator[Req]:
         """Grant the incoming claims in order, as far as computing ones before them still fit. Yield their requests."""
-        passed: list[Req] = []
+        self._end_yields(now)
+        passed = [self._held_for] if self._held_for is not None and self._is_held(now) else []
         slots = 0
-        for req in self.eligible(now):
+        for req in self._could_use_memory(now):
+            if req is self._held_for:
+                continue
             if req.route is not Route.INCOMING:
                 passed.append(req)
                 slots += self._memory.pool.pages_up(req.known_len)
@@ -296,7 +303,7 @@ class Claims:
             return []
         rank = self._waiting.rank(claim)
         victims = self._revoke_for(claim, [one for one in stalled if self._may_revoke(one, rank, now)], now)
-        if victims or not self._running:
+        if victims or (not self._running and self._memory.headroom.could_admit(claim, NO_RESERVE)):
             self._held_for, self._held_until = claim, now + STALL_SECONDS
         return victims
 
@@ -380,12 +387,12 @@ class Claims:
         self._yields = {rid: other for rid, other in self._yields.items() if rid in self.reservations or is_kept(other)}
 
     def _is_held(self, now: float) -> bool:
-        """Return whether all incoming claims yield to a computing one at ``now``. If they do not, forget that claim."""
+        """Return whether memory is kept for a computing claim before all incoming ones. If not, forget that claim."""
         claim = self._held_for
         if claim is None:
             return False
-        headroom = self._memory.headroom
-        if self._lacks_memory(claim) and (now < self._held_until or headroom.could_admit(claim, NO_RESERVE)):
+        is_near = now < self._held_until or self._memory.headroom.could_admit(claim, NO_RESERVE)
+        if is_near and claim is self._first_computing(now):
             return True
         self._held_for = None
         return False

@@ -170,3 +170,47 @@ def test_no_claim_yields_to_a_request_that_has_the_rid_of_one_that_is_gone() -> 
     planner.claims.limit.ended(gone.rid)
     computing(sim, "outgoing", 100, 2)
     assert planner.claims.grant_incoming(LATER) == [revoked]
+
+
+def held() -> tuple[SimInstance, Req, Req]:
+    """Let a reservation of high rank be given back for a prompt of low rank, which fits then. Return both."""
+    sim = both_ways(max_total_tokens=960, max_running_requests=32, **RANKS)
+    high = incoming(sim, "high", 480, 0, priority=10)
+    reserve(sim, high)
+    low = computing(sim, "low", 500, 1, priority=0)
+    assert sim.scheduler.planner.claims.to_revoke(PATIENT) == [high]
+    give_back(sim, high)
+    return sim, high, low
+
+
+def test_a_hand_over_that_leaves_the_held_memory_alone_is_granted() -> None:
+    sim, _, low = held()
+    small = incoming(sim, "small", 40, 2, priority=10)
+    assert sim.scheduler.planner.claims.grant_incoming(LATER) == [small]
+    assert next(sim.scheduler.planner.claims.computing(LATER)) is low
+    start(sim, low)
+
+
+def test_no_memory_is_held_for_a_claim_that_others_come_before() -> None:
+    sim, high, _ = held()
+    computing(sim, "middle", 40, 3, priority=5, local=True)
+    assert sim.scheduler.planner.claims.grant_incoming(PATIENT) == [high]
+
+
+def test_no_memory_is_held_for_a_claim_that_is_set_aside() -> None:
+    sim, high, low = held()
+    sim.scheduler.planner.waiting.set_aside(low)
+    assert sim.scheduler.planner.claims.grant_incoming(PATIENT) == [high]
+
+
+def test_no_memory_is_held_for_a_claim_that_does_not_fit_in_what_is_asked_back() -> None:
+    sim = both_ways(max_total_tokens=128, **RANKS)
+    claims = sim.scheduler.planner.claims
+    begun, stalled = incoming(sim, "begun", 60, 0), incoming(sim, "stalled", 16, 1)
+    reserve(sim, begun, stalled)
+    claims.began("begun")
+    computing(sim, "low", 100, 2, local=True)
+    computing(sim, "outgoing", 10, 3)
+    assert claims.to_revoke(PATIENT) == []
+    high = incoming(sim, "high", 20, 4, priority=10)
+    assert claims.grant_incoming(PATIENT) == [high]
