@@ -41,7 +41,8 @@ such a cycle:
    The limit does not apply to a reservation that is the only one.
 2. *Revocation.* The limit can't see an outgoing request that comes later, nor a large local one ahead of it. So a
    reservation that has made no progress for its ``patience`` is asked back if that makes the first computing claim fit.
-   The last in the queue's order are asked back first.
+   The last in the queue's order are asked back first. One of higher rank than that claim is asked back only while
+   outgoing requests live here: no peer waits for a local claim.
    The sender gives it back unless it has begun, in which case it belongs to (b). The revoked claim is queued again
    where it was, and yields to the claim it was revoked for until that one has its memory.
 3. *Hold.* After a revocation, other incoming claims get only memory that leaves room for the computing claim. They do
@@ -74,7 +75,9 @@ once. It doubles each time that a request gives memory back, which ends the wait
 and again.
 
 A reservation of a lower rank is revoked for any claim after ``STALL_SECONDS``, since priorities would not hold
-otherwise. This can't go in circles, because the rank decides.
+otherwise. This can't go in circles, because the rank decides. For an incoming claim no others are revoked. So a claim
+for a prompt of an idle peer waits behind reservations of a slow one. That peer begins, or the time limits of hand-overs
+end its rooms.
 """
 
 from __future__ import annotations
@@ -293,10 +296,10 @@ class Claims:
         first = self._first_needed(now)
         if first is None:
             return []
-        if first.route is Route.INCOMING or not self.limit.applies:
+        if first.route is Route.INCOMING:
             rank = self._waiting.rank(first)
-            victims = self._revoke_for(first, [one for one in stalled if self._waiting.rank(one.req) > rank], now)
-            if victims or not self.limit.applies:
+            below = [one for one in stalled if self._waiting.rank(one.req) > rank]
+            if victims := self._revoke_for(first, below, now):
                 return victims
         claim = self._first_computing(now)
         if claim is None:
@@ -330,8 +333,9 @@ class Claims:
         return [one.req for one in victims]
 
     def _may_revoke(self, one: Reservation, rank: int, now: float) -> bool:
-        """Return whether a claim of this ``rank`` may have ``one`` asked back, by its priority or its ``patience``."""
-        return self._waiting.rank(one.req) > rank or now - one.since >= one.patience
+        """Return whether a computing claim of this ``rank`` may have ``one``, which is stalled, asked back."""
+        other = self._waiting.rank(one.req)
+        return other > rank or (now - one.since >= one.patience and (other == rank or self.limit.applies))
 
     def _patience(self, req: Req) -> float:
         """Return the next ``Reservation.patience`` in seconds. It differs by rid, and doubles with each revocation."""

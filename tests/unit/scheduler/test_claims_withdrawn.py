@@ -262,3 +262,32 @@ def test_a_room_without_a_request_that_is_withdrawn_again_and_again_ends() -> No
     pair.now = since + 1.1 * LIMITS.bootstrap
     senders.tick(pair.now)
     assert not senders.rooms
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "behind a hand-over"])
+def test_a_reservation_is_asked_back_for_a_local_prompt_of_a_decode(first: bool) -> None:
+    """The prefill is slow, and no prompt is computed for a peer here."""
+    pair = reserved(SimPair(max_total_tokens=80))
+    if not first:
+        submit(pair, "next", prompt_of(8), room=8)
+    submit(pair, "local", prompt_of(9))
+    for _ in range(4):
+        pair.now += STALL_SECONDS
+        hold_back_prefill(pair)
+    assert pair.decode.receivers.withdrawn == 1
+    assert list(pair.decode.ends) == ["local"]
+    run_until_idle(pair, random.Random(7))
+    for number in (1, 2):
+        assert pair.decode.tokens[f"r{number}"] == reference_output(prompt_of(number), 4)
+    assert_all_returned(pair)
+
+
+def test_on_a_decode_a_reservation_is_not_asked_back_for_a_local_prompt_of_lower_rank() -> None:
+    pair = reserved(SimPair(max_total_tokens=80, enable_priority_scheduling=True), priority=1)
+    submit(pair, "local", prompt_of(9))
+    for _ in range(4):
+        pair.now += STALL_SECONDS
+        hold_back_prefill(pair)
+    assert pair.decode.receivers.withdrawn == 0
+    run_until_idle(pair, random.Random(8))
+    assert_all_returned(pair)
