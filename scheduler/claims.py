@@ -26,7 +26,8 @@ Memory is held by:
 
 - (a) requests that compute or decode here. They have what their prompts need. Where outputs need more, the last
   requests in order are retracted, so the first one always comes to its end;
-- (b) transfers that read or write here: they end, or their connection does;
+- (b) transfers that read or write here: they end, or their connection does. Memory of optional claims counts as such.
+  Its sender has the KV, needs no memory to send it, and has a time limit;
 - (c) memory of prompts computed ahead of their hand-over and of KV offered for return. It can be revoked at once, and
   is given up when a claim waits;
 - (d) *reservations*: memory of incoming requests with a sender that has not begun.

@@ -15,7 +15,9 @@ class Reservation:
 
     req: Req
     begun: bool
-    """Whether the sender computes or sends, or had begun before it was asked."""
+    """Whether the sender computes or sends, or had begun before it was asked. True from the grant on if it is optional:
+    its sender has the KV, and needs no memory to send it.
+    """
     patience: float
     """Seconds without progress after which the reservation may be asked back for a claim of its own rank."""
     since: float
