@@ -11,7 +11,7 @@ The placement of prompts, the wait for a store, routers and ``Retry-After`` all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..messages.control import Pace
 from ..messages.worker import StepResult
@@ -29,7 +29,8 @@ from .step_builder import InFlightStep
 class Estimator:
     """Owner of the cost model and of what its estimates are corrected by.
 
-    ``reqs``: all live requests. ``in_flight``: steps that the worker has. ``longest``: maximum tokens of a request.
+    ``reqs``: all live requests. ``in_flight``: steps that the worker has. ``longest`` returns the maximum tokens of a
+    request, which a resize of the pool changes.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Estimator:
         memory: KVMemory,
         reqs: Mapping[str, Req],
         in_flight: Sequence[InFlightStep],
-        longest: int,
+        longest: Callable[[], int],
     ) -> None:
         self.model = model
         self._planner = planner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ..messages.control import Pace
 from .estimates.cost_model import CostModel, StepShape
@@ -23,14 +23,16 @@ PIECE = 256
 class PaceMeter:
     """Measures the share of time that prompts take, and estimates the decode steps.
 
-    ``reqs``: all live requests. ``max_tokens``: maximum length of a request, in tokens.
+    ``reqs``: all live requests. ``longest`` returns the maximum length of a request in tokens, which a resize changes.
     """
 
-    def __init__(self, planner: StepPlanner, model: CostModel, reqs: Mapping[str, Req], max_tokens: int) -> None:
+    def __init__(
+        self, planner: StepPlanner, model: CostModel, reqs: Mapping[str, Req], longest: Callable[[], int]
+    ) -> None:
         self._planner = planner
         self._model = model
         self._reqs = reqs
-        self._max_tokens = max_tokens
+        self._longest = longest
         self._share = 0.0
         self._at = 0.0
 
@@ -71,7 +73,7 @@ class PaceMeter:
             decode_ms=round(decode, 3),
             stream_ms=round(max(0.0, more - decode) / MORE, 4),
             budget_ms=itl.budget_ms if itl is not None else 0.0,
-            max_tokens=self._max_tokens,
+            max_tokens=self._longest(),
         )
 
     def waiting_seconds(self) -> float:

@@ -81,7 +81,9 @@ class Scheduler:
         """``time.monotonic()`` at the current tick."""
         self.gate = AdmissionGate()
         self._in_flight: deque[InFlightStep] = deque()
-        self.estimator = Estimator(cost_model, self.planner, self.memory, self.reqs, self._in_flight, self.longest)
+        self.estimator = Estimator(
+            cost_model, self.planner, self.memory, self.reqs, self._in_flight, lambda: self.longest
+        )
         self.deadlines = Deadlines()
         self._max_in_flight = 1 if options.disable_overlap_schedule else 2
         self.has_freed = False

@@ -123,7 +123,7 @@ class Whim(Estimator):
     """Expects whatever ``foresees`` says."""
 
     def __init__(self, scheduler: Scheduler, foresees: Callable[[Req], float]) -> None:
-        super().__init__(COST_MODEL, scheduler.planner, scheduler.memory, scheduler.reqs, (), scheduler.longest)
+        super().__init__(COST_MODEL, scheduler.planner, scheduler.memory, scheduler.reqs, (), lambda: scheduler.longest)
         self._foresees = foresees
 
     def first_token_ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:

@@ -421,3 +421,10 @@ def test_any_sequence_of_sizes_and_requests(seed: int, window: SimWindow) -> Non
     sim.resize.tick(sim.now)
     sim.resize_answer()
     assert np.all(sim.worker.kv[sim.scheduler.memory.pool.max_total_tokens + PAGE :] == -1)
+
+
+def test_routers_are_told_the_longest_request_of_the_pool_as_it_is_now() -> None:
+    sim = ResizedSim(make_options(max_total_tokens=256))
+    assert sim.scheduler.estimator.pace(1.0).max_tokens == 256
+    sim.scheduler.memory.pool.resize(128)
+    assert sim.scheduler.estimator.pace(1.0).max_tokens == sim.scheduler.longest == 128
