@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .req import Req, ReqState
+from .req import Req, ReqState, Route
 
 
 class Forks:
@@ -17,16 +17,19 @@ class Forks:
 
     def __init__(self, reqs: Mapping[str, Req]) -> None:
         self._reqs = reqs
-        self._waiting: dict[str, list[Req]] = {}
+        self._waiting: dict[Req, list[Req]] = {}
+        """Forks by the request that they wait for, which may have ended since the last ``release``."""
 
     def add(self, req: Req) -> bool:
         """Let a request wait until the prompt of the one that it is a fork of is computed, or has arrived.
 
         Return False if it need not wait; the caller then queues it. It shares the prompt's logprobs.
         """
-        first = req.msg.fork_of
-        if not self._has_to_wait(first):
-            self._share_scores(req, first)
+        first = self._reqs.get(req.msg.fork_of)
+        if first is None:
+            return False
+        if not _has_to_wait(first):
+            req.share_scores(first)
             return False
         self._waiting.setdefault(first, []).append(req)
         return True
@@ -40,26 +43,30 @@ class Forks:
     def release(self, enqueue: Callable[[Req], None]) -> None:
         """Call ``enqueue`` with each fork that need not wait any longer.
 
-        If the request that they waited for has ended early, only one of them is enqueued, and the others wait for that
-        one.
+        If the request that they waited for has ended without its prompt's KV, only one of them is enqueued. The others
+        wait for that one.
         """
-        for first in [first for first in self._waiting if not self._has_to_wait(first)]:
+        for first in [first for first in self._waiting if not _has_to_wait(first)]:
             waiting = [req for req in self._waiting.pop(first) if not req.is_ended]
-            if first not in self._reqs and waiting:
-                # The first ended before the others could begin from it: the next one computes the prompt for them.
+            if waiting and first.is_ended and not _has_left_kv(first):
                 enqueue(waiting[0])
                 if len(waiting) > 1:
-                    self._waiting[waiting[0].rid] = waiting[1:]
+                    self._waiting[waiting[0]] = waiting[1:]
                 continue
             for req in waiting:
-                self._share_scores(req, first)
+                req.share_scores(first)
                 enqueue(req)
 
-    def _share_scores(self, req: Req, first: str) -> None:
-        if first in self._reqs:
-            req.share_scores(self._reqs[first])
 
-    def _has_to_wait(self, first: str) -> bool:
-        req = self._reqs.get(first)
-        # If the first has ended, or was retracted, the fork that computes the prompt next does it for the others.
-        return req is not None and req.state is not ReqState.RUNNING and not req.retractions
+def _has_to_wait(first: Req) -> bool:
+    # If the first has ended, or was retracted, the fork that computes the prompt next does it for the others.
+    return not first.is_ended and first.state is not ReqState.RUNNING and not first.retractions
+
+
+def _has_left_kv(first: Req) -> bool:
+    """Return whether a request that has ended computed its whole prompt here, so that others can begin from its KV.
+
+    It may have ended with its first token, before any other request saw it decode.
+    """
+    # The KV of an incoming request is cached once it has arrived. That may be later, or never.
+    return first.route is Route.LOCAL and first.computed >= first.prompt_len and first.state is not ReqState.FAILED

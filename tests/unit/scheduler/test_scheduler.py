@@ -432,14 +432,59 @@ def test_a_fork_that_is_held_back_is_not_given_on_by_the_one_that_it_waits_for()
     assert sim.tokens["a-1"] == reference_output(range(50), 6)
 
 
-def test_forks_of_one_that_ends_with_its_first_token_compute_the_prompt_one_after_the_other():
-    sim = SimInstance(make_options(chunked_prefill_size=8, max_total_tokens=512))
-    for i in range(3):
-        sim.submit(f"a-{i}", range(50), max_new_tokens=1, fork_of="a-0" if i else "")
-    sim.run_until_idle()
-    assert all(sim.tokens[f"a-{i}"] == reference_output(range(50), 1) for i in range(3))
-    assert sim.scheduler.counters.prompt_tokens == 50 + 2 * 2
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ends", ["by length", "by a stop token"])
+def test_forks_of_one_that_ends_with_its_first_token_begin_together(ends: str, overlap: bool) -> None:
+    options = {"chunked_prefill_size": 64, "max_total_tokens": 1024, "max_running_requests": 32}
+    sim = SimInstance(make_options(**options, disable_overlap_schedule=not overlap))
+    [token] = reference_output(range(50), 1)
+    fields = {"max_new_tokens": 1} if ends == "by length" else {"max_new_tokens": 8, "stop_ids": (token,)}
+    for i in range(16):
+        sim.submit(f"a-{i}", range(50), fork_of="a-0" if i else "", **fields)
+    steps = 0
+    while not sim.scheduler.is_idle:
+        sim.plan()
+        steps += sim.work()
+    # With overlap, a step is planned before the stop token is known.
+    assert steps <= 2 + (1 + overlap if ends == "by a stop token" else 0)
+    assert all(sim.tokens[f"a-{i}"] == [token] for i in range(16))
+    assert sim.scheduler.counters.prompt_tokens == 50 + 15 * 2
     assert_all_returned(sim)
+
+
+def test_forks_of_one_that_failed_compute_the_prompt_one_after_the_other() -> None:
+    """What it computed is not cached. Of the others, each may be the first that does not fail."""
+    reqs = [
+        Req.create(make_generate(f"a-{i}", range(9), fork_of="a-0" if i else ""), Route.LOCAL, ReqState.WAITING, 8, 1)
+        for i in range(3)
+    ]
+    living, given = {req.rid: req for req in reqs}, []
+    forks = Forks(living)
+    assert all(map(forks.add, reqs[1:]))
+    reqs[0].state, reqs[0].computed = ReqState.FAILED, 9
+    del living["a-0"]
+    forks.release(given.append)
+    assert given == reqs[1:2]
+    forks.release(given.append)
+    assert given == reqs[1:2]
+    reqs[1].state = ReqState.RUNNING
+    forks.release(given.append)
+    assert given == reqs[1:]
+
+
+def test_forks_of_an_incoming_request_that_has_ended_do_not_wait_for_its_kv() -> None:
+    """Its first token came ahead of its KV, and ended it."""
+    reqs = [
+        Req.create(make_generate(f"a-{i}", range(9), fork_of="a-0" if i else ""), Route.LOCAL, ReqState.WAITING, 8, 1)
+        for i in range(3)
+    ]
+    living, given = {req.rid: req for req in reqs}, []
+    forks = Forks(living)
+    assert all(map(forks.add, reqs[1:]))
+    reqs[0].route, reqs[0].state, reqs[0].computed = Route.INCOMING, ReqState.FINISHED, 9
+    del living["a-0"]
+    forks.release(given.append)
+    assert given == reqs[1:2]
 
 
 def test_kv_that_comes_back_and_is_longer_than_the_context_is_refused() -> None:
