@@ -191,7 +191,8 @@ class FairShares:
     def waits(self, tenant: Tenant, *, again: bool = False) -> None:
         """Note that the tenant's first request of one rank was queued.
 
-        ``again``: the request's grant was revoked. Its tenant has asked all the time, so it is not lifted to the clock.
+        ``again``: the request waited before, and was out of the queue for a while: its grant was revoked, or a
+        migration failed. Its tenant has asked all the time, so it is not lifted to the clock.
         """
         self._keys.waits(tenant.key, again=again)
         self._users_of(tenant).waits(tenant.user, again=again)

@@ -28,9 +28,9 @@ class PeerRequests:
     def take_back(self, req: Req) -> None:
         """Remove an outgoing request without memory from the queue: its peer does not want its KV for now.
 
-        It is bootstrapping again, until the peer asks once more.
+        It is bootstrapping again, until the peer asks once more. It then waits as if it had waited all the time.
         """
-        self._scheduler.planner.forget(req.rid)
+        self._scheduler.planner.suspend(req)
         self._scheduler.tiers.store.forget(req.rid)
         req.state = ReqState.BOOTSTRAPPING
         req.times.ready = 0.0
@@ -65,7 +65,7 @@ class PeerRequests:
 
         What is cached of it need not be computed.
         """
-        self._scheduler.planner.forget(req.rid)
+        self._scheduler.planner.suspend(req)
         if req.hold is not None:
             self._scheduler.memory.finish(req)
         req.route, req.computed = Route.LOCAL, 0
@@ -87,7 +87,7 @@ class PeerRequests:
         Steps under way still add tokens; ``req.pending`` is 0 when they are done.
         """
         self._scheduler.forks.forget(req)
-        self._scheduler.planner.forget(req.rid)
+        self._scheduler.planner.suspend(req)
 
     def go_on(self, req: Req) -> None:
         """Plan steps again for a request that ``hold_back`` stopped. Do nothing if it has ended meanwhile."""

@@ -178,9 +178,11 @@ class StepPlanner:
         self._rows.add(req, req.computed)
 
     def go_on(self, req: Req) -> None:
-        """Put a forgotten request back into the queue that it was in: running if it has memory, else waiting."""
+        """Put a request that ``suspend`` removed into the queue that it was in: running if it has memory, else
+        waiting.
+        """
         if req.hold is None:
-            self.waiting.add(req)
+            self.waiting.add(req, req.lane)
         else:
             self.running[req.rid] = req
 
@@ -218,6 +220,17 @@ class StepPlanner:
         self.claims.forget(rid)
         self.running.pop(rid, None)
         self.arriving.pop(rid, None)
+
+    def suspend(self, req: Req) -> None:
+        """Remove the request from every queue for a while, as ``forget`` does, and note the lane of its claim.
+
+        If it is queued again, its tenant has the place that it would have had.
+        """
+        if req.rid in self.waiting:
+            req.lane = self.waiting.lane_of(req)
+        elif (reservation := self.claims.reservations.get(req.rid)) is not None:
+            req.lane = reservation.lane
+        self.forget(req.rid)
 
     def lacks_memory(self, now: float) -> bool:
         """Return whether a request has waited for admission since before this tick (``now``), or is ``stuck``."""

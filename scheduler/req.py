@@ -168,6 +168,8 @@ class Req:
     """Hashes of the first whole pages, as far as they were needed (``page_names.py``). Grows in place."""
     condemned: bool = False
     """Whether its logits were not finite."""
+    lane: int | None = None
+    """Lane that it waited in when it was taken out of the queue for a while (``WaitingQueue.lane_of``)."""
     uncached: int = 0
     """Tokens to be computed, estimated when the request began to wait for its computation."""
     first_token_estimate: FirstTokenEstimate | None = None

@@ -110,14 +110,15 @@ class Scheduler:
     def enqueue(self, req: Req, now: float) -> None:
         """Queue a request that is to compute its prompt here.
 
-        Also have its grammar compiled, and KV of its prompt fetched from a store where that is faster.
+        Also have its grammar compiled, and KV of its prompt fetched from a store where that is faster. If it waited
+        before, its tenant keeps its place.
         """
         req.state = ReqState.WAITING
         req.phases.enter(Phase.QUEUE, now)
         req.times.ready = now
         cached = self.memory.prefix_len(req)
         req.uncached = req.known_len - cached
-        self.planner.waiting.add(req)
+        self.planner.waiting.add(req, req.lane)
         self.grammars.queued(req)
         self.tiers.prefetch(req, cached, now, lambda tokens: self.estimator.compute_ms(req, tokens) / 1000)
 

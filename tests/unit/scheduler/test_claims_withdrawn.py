@@ -15,7 +15,7 @@ from pdserve.messages.outputs import Phase
 from pdserve.messages.requests import AbortReq
 from pdserve.scheduler.claims import STALL_SECONDS
 from pdserve.scheduler.fairness import Tenant
-from pdserve.scheduler.req import FirstTokenEstimate
+from pdserve.scheduler.req import FirstTokenEstimate, Route
 
 
 def reserved(pair: SimPair, count: int = 2, **changes) -> SimPair:
@@ -183,6 +183,46 @@ def test_a_withdrawn_request_has_its_place_among_tenants(served: int) -> None:
     for req in reqs:
         planner.ended(req)
     assert not planner.waiting._lanes
+
+
+@pytest.mark.parametrize(
+    ("route", "way"),
+    [
+        (Route.OUTGOING, "its peer withdrew"),
+        (Route.LOCAL, "it could not migrate"),
+        (Route.INCOMING, "its KV does not come"),
+        (Route.INCOMING, "its KV does not come after a grant"),
+    ],
+)
+def test_a_request_that_was_out_of_the_queue_has_its_place_among_tenants(route: Route, way: str) -> None:
+    sim = both_ways(max_total_tokens=64, fair_scheduling=True)
+    planner, moves = sim.scheduler.planner, sim.scheduler.peer_requests
+    waiting = planner.waiting
+    first, other = (make_req(sim, f"r{i}", 40, leg="decode") for i in range(2))
+    first.route = route
+    for i, req in enumerate((first, other)):
+        req.tenant, req.times.fcfs_time = Tenant(f"tenant-{i}"), i
+        sim.scheduler.reqs[req.rid] = planner.came(req)
+        if req.route is Route.INCOMING:
+            planner.claims.add_incoming(req, 0, optional=False)
+        else:
+            sim.scheduler.enqueue(req, 1.0)
+    waiting.shares.prompt(other.tenant, 400)
+    if way == "its peer withdrew":
+        moves.take_back(first)
+        sim.scheduler.enqueue(first, 2.0)
+    elif way == "it could not migrate":
+        moves.hold_back(first)
+        moves.go_on(first)
+    else:
+        if way == "its KV does not come after a grant":
+            assert planner.claims.grant_incoming(1.0) == [first]
+        moves.recompute(first, 2.0)
+    assert [req.rid for req in waiting.order()] == ["r0", "r1"]
+    assert waiting.shares.share(first.tenant) == (0.0, 0.0)
+    for req in (first, other):
+        planner.ended(req)
+    assert not waiting._lanes
 
 
 def withdrawn() -> SimPair:
