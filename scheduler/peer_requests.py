@@ -91,8 +91,11 @@ class PeerRequests:
 
     def go_on(self, req: Req) -> None:
         """Plan steps again for a request that ``hold_back`` stopped. Do nothing if it has ended meanwhile."""
-        if not req.is_ended:
-            self._scheduler.planner.go_on(req)
+        if req.is_ended:
+            return
+        self._scheduler.planner.go_on(req)
+        if req.hold is None:
+            self._scheduler.grammars.queued(req)
 
     def leave_moved(self, req: Req, where: ReqMoved) -> None:
         """End a request here that continues on another instance. Its client gets all pending output, then the new

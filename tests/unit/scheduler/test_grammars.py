@@ -107,6 +107,21 @@ def test_a_request_that_is_aborted_meanwhile_stays_gone() -> None:
     sim.scheduler.check_invariants()
 
 
+def test_a_request_that_could_not_migrate_still_waits_for_its_grammar() -> None:
+    sim = Compiling()
+    sim.submit("waits", PROMPT, grammar=LETTERS)
+    sim.settle()
+    req, moves = sim.scheduler.reqs["waits"], sim.scheduler.peer_requests
+    moves.hold_back(req)
+    moves.go_on(req)
+    sim.settle()
+    assert (req.state, sim.outputs) == ("waiting", [])
+    sim.prepared(sim.asked[0])
+    sim.run_until_idle()
+    assert sim.tokens["waits"] == reference_output(PROMPT, 8)
+    sim.scheduler.check_invariants()
+
+
 def test_the_grammars_that_count_as_compiled_are_few() -> None:
     sim = Compiling()
     for i in range(READY + 1):
