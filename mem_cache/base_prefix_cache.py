@@ -15,7 +15,7 @@ uses outside that order, like a transfer that reads or writes the page, must end
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -103,6 +103,13 @@ class BasePrefixCache(ABC):
     @abstractmethod
     def peek(self, tokens: I32, extra_key: str = "") -> int:
         """Return how many tokens ``match_prefix`` would find, without counting as a use or changing anything."""
+
+    @abstractmethod
+    def peek_pinned(self, tokens: I32, extra_key: str = "", but: Collection[TreeNode] = ()) -> int:
+        """Return how many of the tokens that ``peek`` finds are pinned, without those in the nodes ``but``.
+
+        A request with this prefix shares them, and what is obtainable stays the same.
+        """
 
     @abstractmethod
     def insert(self, tokens: I32, slots: I32, extra_key: str = "", priority: int = 0) -> int:

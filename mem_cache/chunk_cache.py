@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ..messages.base import I32
 from .allocator import TokenToKVPoolAllocator
@@ -24,6 +24,9 @@ class ChunkCache(BasePrefixCache):
         return PrefixMatch(NO_SLOTS, self._root)
 
     def peek(self, tokens: I32, extra_key: str = "") -> int:
+        return 0
+
+    def peek_pinned(self, tokens: I32, extra_key: str = "", but: Collection[TreeNode] = ()) -> int:
         return 0
 
     def insert(self, tokens: I32, slots: I32, extra_key: str = "", priority: int = 0) -> int:

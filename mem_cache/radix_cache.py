@@ -17,7 +17,7 @@ follows, until no request pins them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -118,21 +118,32 @@ class RadixCache(BasePrefixCache):
         return PrefixMatch(path.slots, path.nodes[-1] if path.nodes else self._root)
 
     def peek(self, tokens: I32, extra_key: str = "") -> int:
-        node, key, pos = self._root, self._key(tokens), 0
-        found: list[I32] = []
+        return self.allocator.windows.usable([slots for _, slots in self._found(self._key(tokens), extra_key)])
+
+    def peek_pinned(self, tokens: I32, extra_key: str = "", but: Collection[TreeNode] = ()) -> int:
+        found = self._found(self._key(tokens), extra_key)
+        pinned = sum(slots.size for node, slots in found if node.lock_ref and node not in but)
+        # Pinned nodes come first, and of them those that several requests pin.
+        return min(pinned, self.allocator.windows.usable([slots for _, slots in found]))
+
+    def _found(self, key: bytes, extra_key: str) -> list[tuple[TreeNode, I32]]:
+        """Return the nodes that hold a prefix of ``key``, from the root down, and those of their slots that belong to
+        it.
+        """
+        node, pos = self._root, 0
+        found: list[tuple[TreeNode, I32]] = []
         while pos < len(key):
             child = node.children.get(self._edge(node, key, pos, extra_key))
             if child is None:
                 break
             if not key.startswith(child.key, pos):
                 common = self._common_bytes(child.key, key, pos)
-                found.append(child.slots[: common // TOKEN_BYTES])
-                pos += common
+                found.append((child, child.slots[: common // TOKEN_BYTES]))
                 break
             node = child
-            found.append(node.slots)
+            found.append((node, node.slots))
             pos += len(node.key)
-        return self.allocator.windows.usable(found)
+        return found
 
     def insert(self, tokens: I32, slots: I32, extra_key: str = "", priority: int = 0) -> int:
         if len(tokens) % self.page_size or len(tokens) != len(slots):

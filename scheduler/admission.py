@@ -29,11 +29,12 @@ class Admission:
         self._memory = memory
         self._factor = conservativeness
 
-    def reserve(self, reqs: Iterable[Req], newcomer: Req, before: Sequence[Req] = ()) -> int:
+    def reserve(self, reqs: Iterable[Req], newcomer: Req, before: Sequence[Req] = (), *, given: int = 0) -> int:
         """Estimate the KV slots to keep free for tokens that all these requests will still generate on this instance.
 
         Return 0 if each of them can have its maximum. ``reqs`` have memory already, and ``newcomer`` asks for some.
-        ``before``: requests that will get memory before it. Their prompts are not in the estimate.
+        ``before``: requests that will get memory before it. Their prompts are not in the estimate. ``given``: slots
+        that count as obtainable besides.
         """
         asked = (*reqs, *before, newcomer)
         generating = [req for req in asked if req.route is not Route.OUTGOING and req.wants_tokens]
@@ -43,7 +44,7 @@ class Admission:
         up = self._memory.pool.pages_up
         worst = sum(up(one.length + one.most) - up(one.length) for one in held)
         prompts = sum(up(req.known_len) for req in (*before, newcomer))
-        if worst * self._factor + prompts <= self._memory.pool.obtainable:
+        if worst * self._factor + prompts <= self._memory.pool.obtainable + given:
             return 0  # all of them can have all that they may ask for: no estimate is needed
         ahead = moments(max(one.most for one in held))
         most = [req.max_new_tokens for req in generating]

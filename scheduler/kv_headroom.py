@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
+from ..mem_cache.tree_node import TreeNode
 from .kv_pool import KVPool
 from .memory_terms import NO_RESERVE, Reserve
 from .req import Req, hold_of
@@ -30,15 +31,32 @@ class KVHeadroom:
     def could_admit(self, req: Req, reserve: Reserve, given: Reserve = NO_RESERVE) -> bool:
         """Return whether ``KVMemory.admit`` would succeed if the memory ``given`` were free besides.
 
-        ``reserve``: what must stay obtainable. No cached prefix is assumed, so True is certain and False is not.
+        ``reserve``: what must stay obtainable. A cached prefix that others keep in use takes no more memory. Of an
+        incoming request, that is the part that leaves a token to compute.
         """
+        return self._fits(req, reserve, given, self._shared_len(req))
+
+    def could_replace(self, victims: Collection[Req], req: Req, reserve: Reserve) -> bool:
+        """Return whether ``could_admit`` would be true once ``victims`` had released their memory.
+
+        True is certain. False is not if two of them share a prefix, as it then counts as kept.
+        """
+        own = {node for victim in victims for node in self._own_nodes(victim)}
+        return self._fits(req, reserve, self.gives(victims), self._shared_len(req, own))
+
+    def _shared_len(self, req: Req, but: Collection[TreeNode] = ()) -> int:
+        """Return how many tokens of the request are cached and in use; those in the nodes ``but`` do not count."""
+        tokens = req.token_ids[: req.longest_reusable_prefix]
+        return self._pool.cache.peek_pinned(tokens, req.msg.extra_key, but)
+
+    def _fits(self, req: Req, reserve: Reserve, given: Reserve, shared: int) -> bool:
         pool = self._pool
         if pool.free_rows + given.rows <= reserve.rows:
             return False
         short = reserve.window_pages + pool.end.window_pages_leaving - given.window_pages
         if not pool.windows.can_promise(req.most_tokens, short):
             return False
-        return pool.pages_up(req.known_len) + reserve.slots <= pool.obtainable + given.slots
+        return pool.pages_up(req.known_len) - shared + reserve.slots <= pool.obtainable + given.slots
 
     def may_become(self, req: Req, tokens: int) -> bool:
         """Return whether the request may have ``tokens`` tokens without more window pages than were reserved for it.
@@ -80,8 +98,12 @@ class KVHeadroom:
         hold = hold_of(req)
         if self.is_pinned(req):
             return 0
-        own = itertools.takewhile(lambda node: node.lock_ref <= 1, hold.node.path_up())
-        return hold.kv_len - hold.cached_len + sum(node.num_tokens for node in own)
+        return hold.kv_len - hold.cached_len + sum(node.num_tokens for node in self._own_nodes(req))
+
+    @staticmethod
+    def _own_nodes(req: Req) -> Iterator[TreeNode]:
+        """Return the nodes of the prefix cache that only this request keeps in use, from the last one up."""
+        return itertools.takewhile(lambda node: node.lock_ref <= 1, hold_of(req).node.path_up())
 
     def kept_len(self, req: Req) -> int:
         """Return how many of its first tokens host memory can keep if the request is retracted, so that they need no

@@ -76,9 +76,8 @@ class StepPlanner:
         self.joint_start = JointStart(self.budget, model)
         self.admission = Admission(memory, options.schedule_conservativeness)
         self.claims = Claims(self.waiting, memory, self.admission, self.running)
-        self.retraction = Retraction(
-            self.waiting, self.running, self.claims, memory, options.priority_scheduling_preemption_threshold
-        )
+        threshold = options.priority_scheduling_preemption_threshold
+        self.retraction = Retraction(self.waiting, self.running, self.admission, self.claims, memory, threshold)
         self._turns = 0
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache by requests that compute the rest of their prompts here."""

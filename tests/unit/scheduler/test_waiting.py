@@ -7,10 +7,11 @@ import math
 import random
 import weakref
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
-from support.sim import SimInstance, make_generate, make_options, reference_output
+from support.sim import NO_WINDOW, SimInstance, SimWindow, make_generate, make_options, reference_output
 from support.sim_machine import Machine, TimedSim
 from support.sim_pair import SimPair
 from support.sim_pair import assert_all_returned as pair_assert_all_returned
@@ -22,6 +23,7 @@ from pdserve.messages.requests import AbortReq
 from pdserve.scheduler import deadlines as deadlines_module
 from pdserve.scheduler import store_link
 from pdserve.scheduler.deadlines import SENDERS_GRACE, Deadlines
+from pdserve.scheduler.memory_terms import Reserve
 from pdserve.scheduler.pace import PaceMeter
 from pdserve.scheduler.req import Req, ReqState, Route
 from pdserve.scheduler.shared_prompts import LEAST_SHARED, MOST_STANDSTILL, SharedPrompts
@@ -173,6 +175,92 @@ def test_no_request_is_preempted_in_vain():
     assert sim.scheduler.planner.retraction.preemptions == 0  # what the low one has would not do
     sim.run_until_idle()
     assert sim.tokens["high"] == reference_output([50] * 50, 4)
+
+
+def test_no_request_is_preempted_if_others_still_keep_memory_for_their_output():
+    options = {"max_total_tokens": 256, "schedule_policy": "priority", "chunked_prefill_size": 256}
+    sim = SimInstance(make_options(**options, priority_scheduling_preemption_threshold=5))
+    send(sim, "middle", [1] * 20, max_new_tokens=200, priority=5)
+    send(sim, "low", [2] * 40, max_new_tokens=60, priority=0)
+    turn(sim, 5)
+    send(sim, "high", [50] * 120, max_new_tokens=100, priority=8)
+    turn(sim, 4)
+    # Without the low one, the high one would not fit beside the estimated output of the middle one.
+    assert sim.scheduler.planner.running.keys() == {"middle", "low"}
+    assert sim.scheduler.planner.retraction.preemptions == 0
+    sim.run_until_idle()
+    assert_all_returned(sim)
+
+
+def test_output_of_the_preempted_needs_no_room_beside_the_request_that_takes_its_memory():
+    sim = SimInstance(make_options(max_total_tokens=256, schedule_policy="priority", chunked_prefill_size=256))
+    send(sim, "low", [2] * 40, max_new_tokens=200, priority=0)
+    turn(sim, 5)
+    send(sim, "high", [50] * 160, max_new_tokens=40, priority=50)
+    turn(sim, 2)
+    assert sim.scheduler.planner.running.keys() == {"high"}
+    assert sim.scheduler.planner.retraction.preemptions == 1
+    sim.run_until_idle()
+    assert sim.tokens["low"] == reference_output([2] * 40, 200)
+
+
+@pytest.mark.parametrize(("shared", "preempted"), [(160, 0), (0, 1)])
+def test_what_a_request_shares_with_running_ones_needs_no_preemption(shared: int, preempted: int):
+    sim = SimInstance(make_options(max_total_tokens=256, schedule_policy="priority", chunked_prefill_size=256))
+    system = [7] * 160
+    send(sim, "low", [*system, 1, 2, 3, 4], max_new_tokens=40, priority=0)
+    turn(sim, 4)
+    prompt = [*system[:shared], *[50] * (176 - shared)]
+    send(sim, "high", prompt, max_new_tokens=4, priority=50)
+    turn(sim)
+    assert "high" in sim.scheduler.planner.running
+    assert sim.scheduler.planner.retraction.preemptions == preempted
+    sim.run_until_idle()
+    assert sim.tokens["high"] == reference_output(prompt, 4)
+    assert_all_returned(sim)
+
+
+@pytest.mark.parametrize(("sharer", "left"), [("equal", "equal high"), ("low", "equal low")])
+def test_a_prefix_counts_once_whether_a_victim_or_another_has_it(sharer: str, left: str):
+    """If the low one has the prefix, it frees the memory, and the high one takes it. Both together would not fit."""
+    options = {"max_total_tokens": 200, "schedule_policy": "priority", "schedule_conservativeness": 0.01}
+    sim = SimInstance(make_options(**options, chunked_prefill_size=256))
+    system = [7] * 80
+    for rid, priority in (("equal", 50), ("low", 0)):
+        send(sim, rid, [*system, 1] if rid == sharer else [2] * 60, max_new_tokens=40, priority=priority)
+    turn(sim, 4)
+    send(sim, "high", [*system, *[9] * 80], max_new_tokens=4, priority=50)
+    turn(sim)
+    assert sim.scheduler.planner.running.keys() == set(left.split())
+    assert sim.scheduler.planner.retraction.preemptions == (sharer == "equal")
+    sim.run_until_idle()
+    assert_all_returned(sim)
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, SimWindow(8, 160)])
+def test_what_is_said_of_a_prompt_that_would_fit_is_what_happens(window: SimWindow, monkeypatch: pytest.MonkeyPatch):
+    options = {"max_total_tokens": 192, "enable_priority_scheduling": True, "chunked_prefill_size": 32}
+    sim, rng, outcomes = SimInstance(make_options(**options), window=window), random.Random(3), Counter()
+    memory = sim.scheduler.memory
+    admit, headroom = memory.admit, memory.headroom
+
+    def compared(req: Req, reserve: Reserve, **fields: Any) -> bool:
+        expected = headroom.could_admit(req, reserve)
+        shared = headroom._shared_len(req)
+        is_in = admit(req, reserve, **fields)
+        assert is_in is expected
+        outcomes[is_in, shared > 0] += 1
+        return is_in
+
+    monkeypatch.setattr(memory, "admit", compared)
+    for i in range(150):
+        prefix = [rng.randrange(3)] * rng.randrange(60)
+        prompt = [*prefix, *(rng.randrange(97) for _ in range(rng.randrange(1, 40)))]
+        send(sim, f"r{i}", prompt, max_new_tokens=rng.randrange(1, 40), priority=rng.choice([0, 0, 50]))
+        turn(sim, rng.randrange(8))
+    sim.run_until_idle()
+    assert len(outcomes) == 4, outcomes
+    assert_all_returned(sim)
 
 
 # --- fair shares: more in test_fairness.py ---
