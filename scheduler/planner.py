@@ -28,7 +28,7 @@ from .options import SchedulerOptions
 from .policies.base import PolicyNeeds
 from .policies.make import make_policy
 from .prompt_pieces import PromptPieces
-from .req import Req, ReqState, hold_of
+from .req import Req, ReqState, Route, hold_of
 from .retraction import Retraction
 from .role import CurrentRole
 from .shared_prompts import MOST_A_TURN, SharedPrompts
@@ -232,8 +232,21 @@ class StepPlanner:
         self.forget(req.rid)
 
     def lacks_memory(self, now: float) -> bool:
-        """Return whether a request has waited for admission since before this tick (``now``), or is ``stuck``."""
-        return self.stuck is not None or any(0 < r.times.ready < now for r in self.waiting.values())
+        """Return whether a request is ``stuck``, or the first claim can't have the memory that it waits for.
+
+        A claim counts as well if the transfer limit holds it up because others keep window pages.
+        """
+        if self.stuck is not None:
+            return True
+        headroom = self._memory.headroom
+        for req in (next(self.claims.eligible(now), None), self.claims.first(now)):
+            if req is None:
+                continue
+            if req.route is Route.INCOMING and not headroom.could_promise_one_more(req):
+                return True
+            if not headroom.could_admit(req, self.claims.reserve(req)):
+                return True
+        return False
 
     def decodes_now(self) -> StepShape:
         """Return the shape of a step in which each decoding request computes one token, without prompts."""

@@ -371,8 +371,8 @@ class SenderTable:
     def _free_unclaimed_prompts(self, now: float) -> None:
         """Free the memory of finished prompts that no decode has asked for, if other requests lack memory.
 
-        Their rooms stay open. Each prompt is computed again later; what is still cached is reused.
-        Other requests lack memory if one is stuck, or has waited since before this tick, which is at ``now``.
+        Their rooms stay open. Each prompt is computed again later; what is still cached is reused. A request that waits
+        for its turn to be computed does not lack memory (``StepPlanner.lacks_memory``).
         """
         done = [(s, s.first) for s in self.rooms.values() if s.state is SenderState.AHEAD and s.first is not None]
         for sender, first in done if done and self._scheduler.planner.lacks_memory(now) else ():

@@ -80,12 +80,12 @@ class KVReturns:
     def _memory_is_wanted(self) -> bool:
         """Return whether requests may need the KV pool's memory. They precede KV returns.
 
-        True if a request that may be computed waits, or if few pages can be had. Few is less than ``SPARE_PAGES`` for
-        each running request; pages count that are free or can be evicted.
+        True if a request lacks memory, or if few pages can be had. Few is less than ``SPARE_PAGES`` for each running
+        request; pages count that are free or can be evicted.
         """
         planner, memory = self._scheduler.planner, self._scheduler.memory
-        waits = any(req.times.ready for req in planner.waiting.values())
-        return waits or memory.pool.obtainable < SPARE_PAGES * self._page_size * max(1, len(planner.running))
+        spare = SPARE_PAGES * self._page_size * max(1, len(planner.running))
+        return memory.pool.obtainable < spare or planner.lacks_memory(self._now)
 
     # --- MigrationOwner ---
 

@@ -67,6 +67,29 @@ def test_memory_that_is_not_asked_for_is_given_to_requests_that_wait():
     assert_all_returned(pair)
 
 
+def test_memory_that_is_not_asked_for_is_kept_while_others_only_wait_for_their_turn():
+    pair = SimPair(max_total_tokens=512, chunked_prefill_size=16)
+    pair.submit("a", range(30), 1, legs=("prefill",))
+    sender = pair.prefill.senders.rooms[1]
+    while sender.first is None:
+        plan_and_work(pair.prefill)
+    for i in range(2):
+        pair.prefill.submit(f"b{i}", range(i, 90 + i), max_new_tokens=3)
+    waited = 0
+    for _ in range(4):
+        plan_and_work(pair.prefill)
+        pair.now += 0.01
+        pair.prefill.senders.tick(pair.now)
+        waited += len(pair.prefill.scheduler.planner.waiting)
+        assert (sender.state, sender.first is not None) == (SenderState.AHEAD, True)
+    assert waited
+    pair.submit("a", range(30), 1, legs=("decode",), max_new_tokens=5)
+    run_until_idle(pair, random.Random(2))
+    assert pair.decode.tokens["a"] == reference_output(range(30), 5)
+    assert pair.prefill.scheduler.counters.recomputed_tokens == 0
+    assert_all_returned(pair)
+
+
 @pytest.mark.parametrize("why", ["busy", "prompt logprobs", "no cache", "long"])
 def test_who_is_not_idle_or_could_not_keep_it_or_sends_by_layers_waits_to_be_asked(why, monkeypatch):
     if why == "long":
