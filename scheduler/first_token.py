@@ -18,7 +18,10 @@ from .step_budget import LEAST_PIECE, PATIENCE
 from .step_builder import InFlightStep
 
 MOST_AHEAD = 256
-"""Maximum number of waiting requests that an estimate looks at; the rest is extrapolated."""
+"""Maximum number of waiting requests that an estimate looks at, evenly spread over the queue.
+
+Others count as the ones looked at do.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +79,24 @@ class FirstTokenForecast:
         """Return the longest time to first token in milliseconds, counted from arrival, of requests that still have
         none.
 
-        Only prompts that are being computed and the first waiting one count, each as if it were next from ``now`` on.
-        Return 0.0 if there are none.
+        Only prompts that are being computed count, and the first waiting one in order if it fits in memory. Each is
+        taken as if it were next from ``now`` on. Return 0.0 if there are none.
         """
-        begun = (r for r in self._planner.running.values() if r.state is ReqState.PREFILLING)
-        waiting = itertools.islice(self._planner.waiting.computing(), 1)
-        decodes = self._planner.decodes_now()
-        longest = 0.0
-        for req in itertools.chain(begun, waiting):
-            if not req.output_len:
-                left = left_of(req)
-                compute_ms = self._pieces_ms(req, left, req.known_len - left / 2, decodes)
-                longest = max(longest, (now - req.times.arrival) * 1000 + compute_ms)
-        return longest
+        planner = self._planner
+        decodes = planner.decodes_now()
+        begun = [r for r in planner.running.values() if r.state is ReqState.PREFILLING and not r.output_len]
+        longest = max((self._next_ms(req, now, decodes) for req in begun), default=0.0)
+        # One that others overtake, or that lacks memory, has no sooner token if steps with prompts take longer.
+        claims = planner.claims.eligible(now, computing_only=True)
+        first = next((r for r in claims if not r.output_len), None)
+        if first is None or (ms := self._next_ms(first, now, decodes)) <= longest:
+            return longest
+        return ms if self._memory.headroom.could_admit(first, planner.claims.reserve(first)) else longest
+
+    def _next_ms(self, req: Req, now: float, decodes: StepShape) -> float:
+        """Return the milliseconds from the request's arrival to its first token if it is next from ``now`` on."""
+        left = left_of(req)
+        return (now - req.times.arrival) * 1000 + self._pieces_ms(req, left, req.known_len - left / 2, decodes)
 
     def uncached(self, req: Req) -> int:
         """Return how many tokens of its prompt would have to be computed here, if no KV comes from a store.
@@ -107,7 +115,9 @@ class FirstTokenForecast:
         running = Load(len(left), sum(left))
         if req.hold is not None:
             return running  # a request with memory comes before all that wait for some
-        looked_at = list(itertools.islice(queue.computing(), MOST_AHEAD))
+        # Spread over the queue: the first ones in it may all have a low priority, or all go before this one.
+        step = -(-queue.num_computing // MOST_AHEAD) or 1
+        looked_at = list(itertools.islice(queue.computing(), step // 2, None, step))
         earlier = queue.ahead_of(req, uncached, (r for r in looked_at if r is not req))
         tokens = sum(r.uncached or r.known_len for r in earlier)
         others = queue.num_computing - len(looked_at)  # like these, most likely

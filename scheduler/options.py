@@ -67,9 +67,9 @@ class ScheduleOptions(CacheOptions):
     ttft_target_ms: float | None = opt(
         default=None,
         help=(
-            "Target time to first token in milliseconds. If the longest waiting request is expected to exceed it, "
-            "steps with prompts may take up to 6 times the time of a single token, even beyond --itl-budget-ms. 0: "
-            "no target. Default: 3000 on cpu, 0 on cuda."
+            "Target time to first token in milliseconds. If a prompt in progress, or the next that fits in memory, "
+            "is expected to exceed it, steps with prompts may take up to 6 times the time of a single token, even "
+            "beyond --itl-budget-ms. 0: no target. Default: 3000 on cpu, 0 on cuda."
         ),
     )
     schedule_policy: SchedulePolicyName = opt(

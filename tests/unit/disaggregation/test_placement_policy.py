@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 from support.handovers import named
-from support.sim import SimInstance, make_options, reference_output
+from support.sim import SimInstance, make_generate, make_options, reference_output
 from support.sim_pair import SimPair, assert_all_returned, run_until_idle
 
 from pdserve.disaggregation.handover.placement_policy import PlacementPolicy
@@ -364,6 +364,22 @@ def test_only_requests_that_the_queue_admits_first_count(policy, ahead):
         reqs[rid].times.fcfs_time += number * 1e-6
     loads = [forecast._ahead_of(reqs[rid], length).tokens for rid, length in lengths.items()]
     assert loads == ahead
+
+
+def test_a_request_of_high_priority_expects_those_of_its_own_that_came_after_many_others():
+    options = {"max_running_requests": 1, "max_queued_requests": 4000, "max_total_tokens": 4096}
+    sim = SimInstance(make_options(**options, schedule_policy="priority"))
+    sim.submit("runs", range(9), max_new_tokens=400)
+    sim.plan()
+    for i in range(600):
+        message = make_generate(f"r{i}", range(50, 60))
+        message.priority = 9 * (i >= 300)
+        sim.scheduler.arrivals.admit(message, sim.now)
+    message = make_generate("last", range(8), place=1)
+    message.priority = 9
+    sim.scheduler.arrivals.admit(message, sim.now)
+    load = sim.scheduler.estimator._first_token._ahead_of(sim.scheduler.reqs["last"], 8)
+    assert load.prompts == pytest.approx(301, rel=0.02)  # the running one is in the middle of its prompt
 
 
 def test_what_the_worker_computes_already_is_not_computed_again():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import zlib
+from typing import Any
 
 import orjson
 import pytest
-from support.sim import make_options, reference_output
+from support.sim import SimInstance, make_generate, make_options, reference_output
 from support.sim_machine import AddedUp, Machine, Noise, TimedSim
 
 from pdserve.messages.worker import MeasuredStep
@@ -240,6 +242,52 @@ def test_steps_may_take_longer_while_first_tokens_are_late() -> None:
     assert percentile(longest, 0.97) <= 1.02 * MOST_STRETCH * HEAVY(StepShape(decodes=1))
     sim.run_until(lambda: itl.stretch == STRETCH)
     assert len(sim.scheduler.reqs) == STREAMS
+
+
+def late(**options: Any) -> SimInstance:
+    """Make an instance with a TTFT target that orders by arrival."""
+    options |= {"schedule_policy": "fcfs", "itl_budget_ms": 40.0, "ttft_target_ms": 3000.0}
+    return SimInstance(make_options(**options, disable_overlap_schedule=True))
+
+
+def comes(sim: SimInstance, rid: str, length: int, outputs: int, priority: int = 0) -> None:
+    prompt = [(zlib.crc32(rid.encode()) + i) % 97 for i in range(length)]
+    message = make_generate(rid, prompt, max_new_tokens=outputs)
+    message.arrival, message.priority = sim.now, priority
+    sim.scheduler.arrivals.admit(message, sim.now)
+
+
+def test_a_request_that_others_overtake_all_the_time_makes_no_step_longer() -> None:
+    sim = late(max_total_tokens=256, enable_priority_scheduling=True)
+    comes(sim, "h", 40, 20, priority=5)
+    sim.plan()
+    sim.work()
+    comes(sim, "low", 150, 4)
+    count = 0
+    for _ in range(1000):
+        while sum(rid.startswith("h") for rid in sim.scheduler.reqs) < 5:
+            comes(sim, f"h{count}", 40, 20, priority=5)
+            count += 1
+        sim.now += 0.01
+        sim.plan()
+        sim.work()
+        # It lacks memory when no other waits.
+        assert sim.scheduler.planner.budget.itl.stretch == STRETCH
+    assert not sim.scheduler.reqs["low"].output_len
+
+
+def test_a_retracted_request_does_not_hide_those_without_output() -> None:
+    sim = late(max_total_tokens=64, schedule_conservativeness=0.01)
+    for rid in ("a", "b"):
+        comes(sim, rid, 20, 40)
+        sim.now += 0.001
+    while not sim.scheduler.planner.retraction.count:
+        sim.plan()
+        sim.work()
+    comes(sim, "fresh", 20, 4)
+    [retracted, fresh] = sim.scheduler.planner.waiting.values()
+    assert (bool(retracted.output_len), fresh.rid) == (True, "fresh")
+    assert sim.scheduler.estimator._first_token.longest_ms(sim.now + 60) > 60_000
 
 
 def test_the_limit_moves_step_by_step_and_in_proportion() -> None:
