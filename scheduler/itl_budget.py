@@ -11,10 +11,9 @@ helps against other load that uses the processor for long.
 
 With a large model, a step of one token may take as long as that already, since it reads all weights. Then prompts have
 a third of each step, and the machine reads the weights three times as often as necessary. So with ``--ttft-target-ms``
-a step may take up to ``MOST_STRETCH`` times what one of a single token takes, if first tokens are late. The factor
-follows the latest first token that is due: of the prompts in progress and the next one that fits in memory, the longest
-estimated TTFT, divided by the target. More would gain little, and nothing where
-small steps are cheap: there prompts have most of each step anyway.
+a step may take up to ``MOST_STRETCH`` times what one of a single token takes, if first tokens are late. The prompts in
+progress count, and the next one that fits in memory. The factor is their longest estimated TTFT, divided by the target.
+More would gain little, and nothing where small steps are cheap: there prompts have most of each step anyway.
 """
 
 from __future__ import annotations

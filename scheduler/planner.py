@@ -3,9 +3,9 @@
 A step holds one token of every decoding request, and prompt pieces up to a budget of tokens and time
 (``step_budget.py``). The pieces belong to started prompts and to waiting ones in the order of ``claims.py``; the policy
 says which of the two goes first. A waiting request is admitted when its whole prompt fits in memory beside the
-estimated output (``admission.py``), so an admitted one never stops half-way. When decoding runs out of slots, the
-request that is cheapest to recompute is retracted (``retraction.py``). With priorities, a waiting request may take the
-memory of running ones that are further below it than ``--priority-scheduling-preemption-threshold``.
+estimated output (``admission.py``). So no admitted one lacks memory for its prompt. When decoding runs out of
+slots, the request that is cheapest to recompute is retracted (``retraction.py``). With priorities, a waiting request
+may take the memory of running ones that are further below it than ``--priority-scheduling-preemption-threshold``.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ class StepPlanner:
         """Prompt tokens looked up in the prefix cache, on all routes, and how many were found."""
         self.stuck: Stuck | None = None
         """The request that cannot continue although no other request computes."""
+        self._short: Req | None = None
+        """The first decoding request in order, if no other can be retracted for the slot that it lacks."""
         self._memory = memory
         self._model = model
         self._rows = RowUpdates(memory)
@@ -99,8 +101,8 @@ class StepPlanner:
             self.waiting.give_back(req)
         if self.waiting.has_ranks:
             self.retraction.preempt(now)
-        stuck = self._plan_decodes(builder, now)
-        allowance = self.budget.allowance(builder.shape, awaited=stuck or bool(self.arriving))
+        is_short = self._plan_decodes(builder, now)
+        allowance = self.budget.allowance(builder.shape, awaited=is_short or bool(self.arriving))
         allowance.add_copies(self._memory.tiers.copies.new_ms())
         self._memory.tiers.copies.pace.limit_loads(allowance.forward_ms - self._model.estimate(builder.shape))
         pieces = PromptPieces(builder, allowance, self.budget, self._memory)
@@ -128,15 +130,18 @@ class StepPlanner:
     def _note_stuck(self, now: float, *, nothing: bool) -> None:
         """Set ``stuck`` to the request that lacks memory which only hand-overs can hold, or to None.
 
-        Such a request runs alone, or is first while none runs. ``nothing``: whether the planned step is empty.
+        Such a request is the first that decodes, or the first that waits while none runs. ``nothing``: whether the
+        planned step is empty. A decoding request gets the next page that comes free, also while prompts are computed.
         """
-        first = None
+        first = starved = None
         if nothing and not self.running:
             first = next(self.claims.eligible(now, computing_only=True), None)
-        elif nothing and len(self.running) == 1:
-            lone = next(iter(self.running.values()))
-            first = lone if lone.state is ReqState.RUNNING and lone.wants_tokens and not lone.pending else None
-        self.claims.starved = first if first is not None and first.rid in self.running else None
+        elif nothing:
+            lacking = (r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens)
+            first = starved = min((r for r in lacking if not r.pending), key=self.waiting.precedence, default=None)
+        elif self._short is not None and not self._short.pending:
+            starved = self._short
+        self.claims.starved = starved
         if first is None:
             self.stuck = None
         elif self.stuck is None or self.stuck.req is not first:
@@ -232,11 +237,11 @@ class StepPlanner:
         self.forget(req.rid)
 
     def lacks_memory(self, now: float) -> bool:
-        """Return whether a request is ``stuck``, or the first claim can't have the memory that it waits for.
+        """Return whether a decoding request lacks a slot, or the first claim can't have the memory that it waits for.
 
         A claim counts as well if the transfer limit holds it up because others keep window pages.
         """
-        if self.stuck is not None:
+        if self.claims.starved is not None:
             return True
         headroom = self._memory.headroom
         for req in (next(self.claims.eligible(now), None), self.claims.first(now)):
@@ -256,8 +261,10 @@ class StepPlanner:
     def _plan_decodes(self, builder: StepBuilder, now: float) -> bool:
         """Add one token of each decoding request to the step. Retract requests if slots are short.
 
-        Return whether a request could not continue for lack of memory that hand-overs hold.
+        Return whether a request could not continue for lack of memory that hand-overs hold. The first in order is in
+        ``_short`` then, if it is one of them.
         """
+        self._short = None
         reqs = [r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens]
         reqs = self._memory.headroom.growable(reqs)
         is_short = False
@@ -266,12 +273,16 @@ class StepPlanner:
             if slots is not None:
                 builder.add_decodes(reqs, slots)
                 return is_short
-            # A lone request fits by construction: what it lacks is held by hand-overs. These end by themselves, except
-            # those with a writer that cannot be stopped and does not stop, so the wait has a limit.
-            if len(reqs) == 1 and (is_short or len(self.running) == 1):
+            victims = self.retraction.candidates(reqs)
+            # A lone request fits by construction: what it lacks is held by hand-overs, or by a request with its last
+            # token under way. These end by themselves, except hand-overs with a writer that cannot be stopped and does
+            # not stop, so the wait has a limit.
+            if len(victims) == 1:
+                [self._short] = reqs
                 return True
-            victim = self.retraction.choose(reqs)
-            reqs.remove(victim)
+            victim = self.retraction.choose(victims)
+            if victim in reqs:
+                reqs.remove(victim)
             # A hand-over that reads the victim's pages keeps them. Retraction would free nothing and cost a recompute,
             # so the victim waits.
             if self._memory.headroom.is_pinned(victim):

@@ -10,8 +10,8 @@ Lifecycle::
 
 - An incoming request becomes a local one if its prompt is computed here after all. That is by choice (from
   PREALLOCATED, or before), or because its KV will not come.
-- A retracted request goes back from RUNNING to WAITING and keeps its output. It is a local request from then on: this
-  instance computes prompt and output again.
+- A retracted request goes back from RUNNING or PREFILLING to WAITING and keeps its output. It is a local request from
+  then on: this instance computes prompt and output again. An outgoing request is never retracted.
 - ``ABORTED`` and ``FAILED`` follow from any state.
 - ``MOVED`` means that the request continues elsewhere. It follows from the states of a request that waits or runs. The
   target adds the request as an incoming one that has output already.

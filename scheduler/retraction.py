@@ -1,8 +1,10 @@
 """Retracts running requests when memory is short: those that cost least for what they free.
 
 A request's cost is the tokens to compute again. It frees the pages that no other request shares with it. Prefixes that
-others use stay where they are, so a request that shares most of its prompt frees little, and costs little. The oldest
-request is never retracted, so that some request always comes to its end.
+others use stay where they are, so a request that shares most of its prompt frees little, and costs little. The first
+request in the order of the queue is never retracted for another one's output, so that some request always comes to its
+end. Requests in the middle of their prompts are retracted as well as those that decode. Prompts of hand-overs are not:
+a peer may read or write their memory.
 
 With priorities, requests are retracted for a waiting one as well (*preemption*).
 
@@ -11,7 +13,7 @@ What the host tier will have of a request (``tiers.py``) need not be computed ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 
 from ..messages.outputs import Phase
@@ -24,7 +26,7 @@ from .waiting import WaitingQueue
 
 
 class Retraction:
-    """Takes memory from running requests, which wait again.
+    """Takes memory from requests that decode or compute their prompt; they wait again.
 
     ``threshold``: number of ranks by which a running request must be below a waiting one to be preempted for it.
     """
@@ -53,9 +55,17 @@ class Retraction:
         """Clear ``latest``, the requests that the plan before retracted."""
         self.latest = []
 
+    def candidates(self, decoding: Iterable[Req]) -> list[Req]:
+        """Return ``decoding``, and the requests in the middle of their prompts that can give their memory back."""
+        return [*decoding, *filter(self._is_local_prompt, self._running.values())]
+
     def choose(self, reqs: Sequence[Req]) -> Req:
-        """Return the one of ``reqs``, which have memory, that costs least to retract. Retract nothing."""
-        return choose_victim(reqs, self._memory, self._waiting.rank)
+        """Return the one to retract (``choose_victim``) of ``reqs``, which have memory. Retract nothing."""
+        return choose_victim(reqs, self._memory, self._waiting)
+
+    def _is_local_prompt(self, req: Req) -> bool:
+        is_prompt = req.state is ReqState.PREFILLING and req.route is Route.LOCAL
+        return is_prompt and not self._memory.headroom.is_pinned(req)
 
     def preempt(self, now: float) -> None:
         """Retract running requests until the first waiting one fits. Do nothing if that can't be achieved.
@@ -67,13 +77,8 @@ class Retraction:
         if (req := self._claims.first(now)) is None:
             return
         headroom, rank = self._memory.headroom, self._waiting.rank(req)
-        below = [
-            r
-            for r in self._running.values()
-            if r.state is ReqState.RUNNING
-            and self._waiting.rank(r) - rank > self._threshold
-            and not headroom.is_pinned(r)
-        ]
+        decoding = [r for r in self._running.values() if r.state is ReqState.RUNNING and not headroom.is_pinned(r)]
+        below = [r for r in self.candidates(decoding) if self._waiting.rank(r) - rank > self._threshold]
         if not below or not headroom.could_replace(below, req, self._reserve_without(below, req)):
             return
         while below and not headroom.could_admit(req, self._claims.reserve(req)):
@@ -92,7 +97,10 @@ class Retraction:
         return Reserve(self._admission.reserve([*left, *reserved], req, given=given))
 
     def retract(self, req: Req, now: float) -> None:
-        """Release a running request's memory, and queue it again as a local request. It keeps its output."""
+        """Release a running request's memory, and queue it again as a local request.
+
+        It keeps its output, and the logprobs of its prompt as far as steps were asked for them.
+        """
         self._memory.give_way(req)
         del self._running[req.rid]
         req.state = ReqState.WAITING
@@ -107,21 +115,21 @@ class Retraction:
         self.latest.append(req)
 
 
-def choose_victim(reqs: Sequence[Req], memory: KVMemory, rank: Callable[[Req], int] = lambda req: 0) -> Req:
+def choose_victim(reqs: Sequence[Req], memory: KVMemory, waiting: WaitingQueue) -> Req:
     """Return the request to retract among ``reqs``, which have memory.
 
-    It is the one in the last ``rank`` with the fewest tokens to recompute per freed page; among equals, the last to
-    arrive. The first to arrive in the first rank is never chosen, unless it is the only one.
+    It is the one in the last rank with the fewest tokens to recompute per freed page; among equals, the last to arrive.
+    The first by ``WaitingQueue.precedence`` is never chosen, unless it is the only one.
     """
-    oldest = min(reqs, key=lambda req: (rank(req), req.times.fcfs_time, req.rid))
-    others = [req for req in reqs if req is not oldest] or [oldest]
+    first = min(reqs, key=waiting.precedence)
+    others = [req for req in reqs if req is not first] or [first]
 
     def cost(req: Req) -> tuple[int, Fraction, float, str]:
         private = memory.headroom.private_len(req)
         pages = memory.pool.pages_up(private) // memory.pool.page_size
         shared = hold_of(req).kv_len - private
-        again = max(1, req.total_len - max(shared, memory.headroom.kept_len(req)))
+        again = max(1, req.computed + 1 - max(shared, memory.headroom.kept_len(req)))
         # Retracting a request that frees nothing does not help, whatever it costs.
-        return -rank(req), Fraction(again, pages) if pages else Fraction(1 << 62), -req.times.fcfs_time, req.rid
+        return -waiting.rank(req), Fraction(again, pages) if pages else Fraction(1 << 62), -req.times.fcfs_time, req.rid
 
     return min(others, key=cost)

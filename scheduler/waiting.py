@@ -1,10 +1,10 @@
 """Requests that wait for memory, and the order in which they are tried.
 
 They are ordered first by *rank*: with priorities, requests of a higher one go first; without, all have the same rank.
-Within a rank, retracted requests go first, as their clients are reading already. The others follow by the policy, in
-one *lane*. With fair shares there is a lane for each tenant, and the lane of the tenant that received least is next.
-Incoming requests, with KV that comes from a peer, are in the same order as computing ones. ``claims.py`` decides which
-of them may have memory now.
+Within a rank, retracted requests go first, as most of their clients are reading already. The others follow by the
+policy, in one *lane*. With fair shares there is a lane for each tenant, and the lane of the tenant that received least
+is next. Incoming requests, with KV that comes from a peer, are in the same order as computing ones. ``claims.py``
+decides which of them may have memory now.
 
 A request is queued → (parked → given back)* → removed. There are two ways of parking:
 
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from .fairness import NoShares, Shares, Tenant
+from .fairness import NO_SHARE, NoShares, Shares, Tenant
 from .policies.base import SchedulePolicy
 from .req import Req, Route
 
@@ -110,6 +110,15 @@ class WaitingQueue:
     def rank(self, req: Req) -> int:
         """Return the rank of a request. Lower ranks go first, before any other rule."""
         return self._sign * req.msg.priority if self.has_ranks else 0
+
+    def precedence(self, req: Req) -> tuple[int, bool, tuple[float, float], float, str]:
+        """Return the sort key of a request that has memory, by the order of the queue; the first one has the smallest.
+
+        Instead of the policy, which orders prompts, the arrival counts.
+        """
+        is_retracted = req.retractions > 0
+        share = NO_SHARE if is_retracted else self.shares.share(req.tenant)
+        return self.rank(req), not is_retracted, share, req.times.fcfs_time, req.rid
 
     def add(self, req: Req, lane: int | None = None) -> None:
         """Queue a request. ``lane``: its number from ``lane_of`` if it waited before; None for a new request."""

@@ -24,10 +24,11 @@ class RatioAdmission(Admission):
         self._floor = min(self._initial, FLOOR * conservativeness)
         self._ratio = self._initial
 
-    def reserve(self, reqs: Iterable[Req], newcomer: Req, before: Sequence[Req] = ()) -> int:
+    def reserve(self, reqs: Iterable[Req], newcomer: Req, before: Sequence[Req] = (), *, given: int = 0) -> int:
         """Return the slots to reserve: a share of the output tokens that these requests may still generate.
 
-        At most ``CLIP_TOKENS`` count for each request. A request counts once, even if it is given twice.
+        At most ``CLIP_TOKENS`` count for each request. A request counts once, even if it is given twice. What else is
+        obtainable (``given``) does not matter.
         """
         asked = dict.fromkeys((*reqs, *before, newcomer))
         future = sum(min(r.max_new_tokens - (r.total_len - r.prompt_len), CLIP_TOKENS) for r in asked)

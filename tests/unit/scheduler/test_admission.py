@@ -227,7 +227,7 @@ def test_the_victim_is_the_cheapest_a_page_and_never_the_oldest():
     shared = [7] * 40
     sim = started(("old", [1]), ("a", [*shared, 1]), ("b", [*shared, 2]), ("long", list(range(60))))
     reqs = {r.rid: r for r in running_reqs(sim)}
-    memory = sim.scheduler.memory
+    memory, waiting = sim.scheduler.memory, sim.scheduler.planner.waiting
     assert (memory.headroom.private_len(reqs["a"]), hold_of(reqs["a"]).kv_len) == (
         hold_of(reqs["a"]).kv_len - 40,
         reqs["a"].total_len - 1,
@@ -238,11 +238,11 @@ def test_the_victim_is_the_cheapest_a_page_and_never_the_oldest():
         again = req.total_len - (hold_of(req).kv_len - private)
         return again / (memory.pool.pages_up(private) // memory.pool.page_size)
 
-    chosen = choose_victim(list(reqs.values()), memory)
+    chosen = choose_victim(list(reqs.values()), memory, waiting)
     assert chosen.rid != "old"
     assert price(chosen) == min(price(r) for r in reqs.values() if r.rid != "old")
-    assert choose_victim(list(reversed(list(reqs.values()))), memory) is chosen
-    assert choose_victim([reqs["old"]], memory) is reqs["old"]
+    assert choose_victim(list(reversed(list(reqs.values()))), memory, waiting) is chosen
+    assert choose_victim([reqs["old"]], memory, waiting) is reqs["old"]
 
 
 def test_victims_are_those_of_the_slow_rule_that_counts_users_of_each_page():
@@ -267,7 +267,7 @@ def test_victims_are_those_of_the_slow_rule_that_counts_users_of_each_page():
             own = sum(users[number] == 1 for number in pages[req.rid])
             prices[req.rid] = (req.total_len - page * (len(pages[req.rid]) - own)) / own
         del prices["old"]
-        victim = choose_victim(reqs, memory).rid
+        victim = choose_victim(reqs, memory, sim.scheduler.planner.waiting).rid
         assert prices[victim] == pytest.approx(min(prices.values()))
         chosen.add(victim)
         sim.plan()
@@ -283,7 +283,7 @@ def test_what_the_host_keeps_makes_a_victim_cheap(monkeypatch):
         monkeypatch.setattr(
             memory.headroom, "kept_len", lambda req, rid=rid: req.total_len - 1 if req.rid == rid else 0
         )
-        assert choose_victim(reqs, memory).rid == rid
+        assert choose_victim(reqs, memory, sim.scheduler.planner.waiting).rid == rid
 
 
 def retracted_requests(policy: str) -> TieredSim:
