@@ -224,7 +224,10 @@ class FairShares:
         return mine < room // (len(self._keys.here) + (not mine))
 
     def _users_of(self, tenant: Tenant) -> _Competition:
-        return self._users.setdefault(tenant.key, _Competition())
+        # This runs for each lane whose share is compared, so nothing is made that is not needed.
+        if (users := self._users.get(tenant.key)) is None:
+            users = self._users[tenant.key] = _Competition()
+        return users
 
     def _add(self, tenant: Tenant, work: float) -> None:
         self._keys.add(tenant.key, work)

@@ -9,8 +9,10 @@ decides which of them may have memory now.
 A request is queued → (parked → given back)* → removed. There are two ways of parking:
 
 - ``set_aside`` (for ``shared_prompts.py``): the request keeps its tenant's lane open, but is not tried.
-- ``park`` (for ``optional_claims.py``): the request is only counted. It keeps no lane open, so any number of such
-  requests adds nothing to the cost of an order.
+- ``park`` (for ``optional_claims.py``): the request is only counted. It keeps no lane open.
+
+Parked requests add nothing to the cost of an order, however many there are. Nor do the lanes of incoming requests add
+to the cost of an order of computing ones.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from .policies.base import SchedulePolicy
 from .req import Req, Route
 
 FEW = 64
-"""Stale heap entries allowed beyond the number of open lanes."""
+"""Stale heap entries allowed beyond twice the number of lanes."""
 NO_LANE = 0
 """Number that no lane has: lanes are counted from 1."""
 
@@ -41,7 +43,36 @@ class _Turn(NamedTuple):
 
     share: tuple[float, float]
     number: int
-    lane: _Lane
+    tenant: Tenant
+
+
+class _Turns:
+    """The lanes of one rank that have requests to try, or such requests of one kind.
+
+    Only these are looked at, so thousands of lanes without any cost an order nothing.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: Counter[int] = Counter()
+        """Number of these requests by the number of their lane, which has at least one."""
+        self.heap: list[_Turn] = []
+        """Heap of the lanes. Shares may have grown since, some lanes are gone, and some are there twice."""
+
+    def add(self, number: int, tenant: Tenant, shares: Shares) -> None:
+        """Count one more request of a lane."""
+        self.sizes[number] += 1
+        if self.sizes[number] > 1:
+            return
+        heapq.heappush(self.heap, _Turn(shares.share(tenant), number, tenant))
+        if len(self.heap) > 2 * len(self.sizes) + FEW:
+            self.heap[:] = {turn.number: turn for turn in self.heap if turn.number in self.sizes}.values()
+            heapq.heapify(self.heap)
+
+    def remove(self, number: int) -> None:
+        """Count one request of a lane less."""
+        self.sizes[number] -= 1
+        if not self.sizes[number]:
+            del self.sizes[number]
 
 
 def _turn(req: Req) -> float:
@@ -69,10 +100,10 @@ class WaitingQueue:
         self._retracted: dict[int, list[Req]] = {}
         self._lanes: dict[_Lane, int] = {}
         self._sizes: dict[_Lane, int] = {}
-        self._ranks: Counter[int] = Counter()
-        """Number of open lanes by rank."""
-        self._turns: dict[int, list[_Turn]] = {}
-        """Heaps of lanes by rank. Shares may have grown since, and some lanes are gone."""
+        self._turns: dict[int, _Turns] = {}
+        """Lanes with requests to try, by rank."""
+        self._computing_turns: dict[int, _Turns] = {}
+        """Lanes with requests to try that compute their prompts here, by rank."""
         self._numbers = 0
 
     def __len__(self) -> int:
@@ -173,14 +204,16 @@ class WaitingQueue:
         ``computing_only``: leave out incoming ones. A request may be removed or parked before the next is drawn; none
         may be added.
         """
-        for rank in sorted(self._ranks.keys() | self._retracted.keys()):
+        turns = self._computing_turns if computing_only else self._turns
+        for rank in sorted(turns.keys() | self._retracted.keys()):
             yield from list(self._retracted.get(rank, ()))
-            turns = self._turns.get(rank, [])
+            if (of_rank := turns.get(rank)) is None:
+                continue
             # A tenant that is alone needs no turns. Without fair shares, every step passes here.
-            if len(turns) == 1 and self._lanes.get(turns[0].lane) == turns[0].number:
-                yield from self.policy.order(turns[0].number, computing_only=computing_only)
+            if len(of_rank.sizes) == 1:
+                yield from self.policy.order(next(iter(of_rank.sizes)), computing_only=computing_only)
             else:
-                yield from self._in_turn(turns, computing_only)
+                yield from self._in_turn(of_rank, computing_only)
 
     def as_if_queued(self, lanes: Mapping[Req, int | None]) -> list[Req]:
         """Return requests that do not wait, none of them retracted, in the order in which they would be tried.
@@ -222,27 +255,27 @@ class WaitingQueue:
             return self.rank(waiting) < self.rank(begun)
         return self.policy.is_before(waiting, begun)
 
-    def _in_turn(self, turns: list[_Turn], computing_only: bool) -> Iterator[Req]:
+    def _in_turn(self, turns: _Turns, computing_only: bool) -> Iterator[Req]:
         tried: dict[int, Iterator[Req]] = {}
         over: list[_Turn] = []
+        heap = turns.heap
         try:
-            while turns:
-                first = turns[0]
-                share = self.shares.share(first.lane.tenant)
-                if self._lanes.get(first.lane) != first.number:
-                    heapq.heappop(turns)
-                elif share != first.share:  # it has received service since
-                    heapq.heapreplace(turns, first._replace(share=share))
+            while heap:
+                first = heap[0]
+                if first.number not in turns.sizes:
+                    heapq.heappop(heap)
+                elif (share := self.shares.share(first.tenant)) != first.share:  # it has received service since
+                    heapq.heapreplace(heap, first._replace(share=share))
                 else:
                     if first.number not in tried:
                         tried[first.number] = self.policy.order(first.number, computing_only=computing_only)
                     if (req := next(tried[first.number], None)) is not None:
                         yield req
                     else:
-                        over.append(heapq.heappop(turns))
+                        over.append(heapq.heappop(heap))
         finally:
             for turn in over:
-                heapq.heappush(turns, turn)
+                heapq.heappush(heap, turn)
 
     def _place(self, req: Req, number: int | None = None) -> None:
         if not req.retractions:
@@ -259,7 +292,11 @@ class WaitingQueue:
         if req.retractions:
             insort(self._retracted.setdefault(self.rank(req), []), req, key=_turn)
             return
-        self.policy.add(req, self._lanes[self._lane(req)])
+        lane = self._lane(req)
+        number = self._lanes[lane]
+        self.policy.add(req, number)
+        for turns in self._turns_of(req):
+            turns.setdefault(lane.rank, _Turns()).add(number, lane.tenant, self.shares)
 
     def _take(self, req: Req) -> None:
         if req not in self._queued:
@@ -272,6 +309,14 @@ class WaitingQueue:
                 del self._retracted[self.rank(req)]
             return
         self.policy.remove(req)
+        lane = self._lane(req)
+        for turns in self._turns_of(req):
+            turns[lane.rank].remove(self._lanes[lane])
+            if not turns[lane.rank].sizes:
+                del turns[lane.rank]
+
+    def _turns_of(self, req: Req) -> list[dict[int, _Turns]]:
+        return [self._turns] if req.route is Route.INCOMING else [self._turns, self._computing_turns]
 
     def _enter(self, lane: _Lane, number: int | None) -> None:
         if lane not in self._lanes:
@@ -282,7 +327,7 @@ class WaitingQueue:
         self._sizes[lane] -= 1
         if not self._sizes[lane]:
             del self._lanes[lane], self._sizes[lane]
-            self._closed(lane)
+            self.shares.waits_no_more(lane.tenant)
 
     def _open(self, lane: _Lane, number: int | None) -> None:
         is_again = number is not None
@@ -290,20 +335,7 @@ class WaitingQueue:
             self._numbers += 1
             number = self._numbers
         self._lanes[lane], self._sizes[lane] = number, 0
-        self._ranks[lane.rank] += 1
         self.shares.waits(lane.tenant, again=is_again)
-        turns = self._turns.setdefault(lane.rank, [])
-        heapq.heappush(turns, _Turn(self.shares.share(lane.tenant), number, lane))
-        if len(turns) > 2 * self._ranks[lane.rank] + FEW:
-            turns[:] = {t.number: t for t in turns if self._lanes.get(t.lane) == t.number}.values()
-            heapq.heapify(turns)
-
-    def _closed(self, lane: _Lane) -> None:
-        self._ranks[lane.rank] -= 1
-        if not self._ranks[lane.rank]:
-            del self._ranks[lane.rank]
-            self._turns.pop(lane.rank, None)
-        self.shares.waits_no_more(lane.tenant)
 
     def _lane(self, req: Req) -> _Lane:
         return _Lane(self.rank(req), self.shares.lane(req.tenant))

@@ -53,13 +53,14 @@ class ByPrefix(SchedulePolicy):
     def order(self, lane: int, *, computing_only: bool = False) -> Iterator[Req]:
         # Nothing is looked at before it is drawn: of thousands of lanes a step may get to one.
         index = self.index
-        is_wanted = index.lane[index.order] == lane
-        if computing_only:
-            is_wanted &= index.computes[index.order]
-        positions = np.flatnonzero(is_wanted)
-        slots = index.order[positions]
+        slots, common = index.in_lane(lane, computing_only=computing_only)
+        if len(slots) == 1:  # nothing to choose, as in most lanes of a crowd
+            while not index.confirm(int(slots[0])):
+                pass
+            yield index.req_at(int(slots[0]))
+            return
         left: Flags = np.ones(len(slots), dtype=np.bool_)
-        yield from self._taken(slots, left, self.chooser(slots, positions))
+        yield from self._taken(slots, left, self.chooser(slots, common))
 
     def _taken(self, slots: Slots, left: Flags, choose: Chooser) -> Iterator[Req]:
         """Yield the requests of the ``slots`` that have a flag in ``left`` [N], as ``choose`` picks them, and clear it.
@@ -78,11 +79,11 @@ class ByPrefix(SchedulePolicy):
                 yield index.req_at(int(slots[at]))
 
     @abstractmethod
-    def chooser(self, slots: Slots, positions: Slots) -> Chooser:
+    def chooser(self, slots: Slots, common: Slots) -> Chooser:
         """Return the function that chooses the next request among those in ``slots`` [N].
 
-        It gets flags [N] of those that are left, and returns an index. ``positions`` [N]: where they are in the index's
-        order.
+        It gets flags [N] of those that are left, and returns an index. ``common`` [N - 1]: tokens that neighbours begin
+        with alike, cached or not.
         """
 
 
@@ -93,7 +94,7 @@ class ByRank(ByPrefix):
     def ranker(self) -> Ranker:
         """Return a function that maps slots [N] to numbers; the request with the lowest number goes first."""
 
-    def chooser(self, slots: Slots, positions: Slots) -> Chooser:
+    def chooser(self, slots: Slots, common: Slots) -> Chooser:
         turn, rank = self.index.fcfs_time[slots], self.ranker()
 
         def choose(left: Flags) -> int:
@@ -156,13 +157,11 @@ class HeaviestPrefixFirst(ByPrefix):
     lighter.
     """
 
-    def chooser(self, slots: Slots, positions: Slots) -> Chooser:
+    def chooser(self, slots: Slots, common: Slots) -> Chooser:
         index, turn = self.index, self.index.fcfs_time[slots]
-        # Two neighbours of the lane share as much as the least that any two between them share.
-        alike = np.minimum.reduceat(index.common, positions)[:-1] if len(positions) else index.common[:0]
 
         def choose(left: Flags) -> int:
-            return _heaviest(index.matched[slots], alike, turn, left)
+            return _heaviest(index.matched[slots], common, turn, left)
 
         return choose
 

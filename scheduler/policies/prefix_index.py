@@ -17,8 +17,9 @@ in the order.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,13 +41,22 @@ def common_tokens(a: I32, b: I32) -> int:
     return at if differ.size and differ[at] else differ.size
 
 
+class _LaneOrder(NamedTuple):
+    """The slots of one lane, in the order of their prompts, so that an order of the lane looks at no other.
+
+    ``common``: tokens (whole pages) that each prompt has in common with the next one; the last entry is meaningless.
+    """
+
+    slots: array[int]
+    common: array[int]
+
+
 class PrefixIndex:
     """Index of the waiting prompts by prefix. Arrays are [capacity], and valid at slots that are ``alive`` (bool).
 
-    ``matched``: upper bound of the cached prefix (tokens, whole pages). ``lane``: lane of the request. ``fcfs_time``:
-    ``ReqTimes.fcfs_time``. ``computes`` (bool): no peer computes the prompt. ``length``: known tokens, 0 if a peer
-    computes it. ``order`` [N]: slots by position. ``common`` [N]: tokens (whole pages) that a position's prompt shares
-    with the next one; the last entry is meaningless.
+    ``matched``: upper bound of the cached prefix (tokens, whole pages). ``fcfs_time``: ``ReqTimes.fcfs_time``.
+    ``computes`` (bool): no peer computes the prompt. ``length``: known tokens, 0 if a peer computes it. ``order`` [N]:
+    slots by position.
     """
 
     def __init__(self, memory: KVMemory) -> None:
@@ -54,16 +64,17 @@ class PrefixIndex:
         self._page = memory.pool.page_size
         memory.pool.watch_stored(self.stored)
         self._slot_of: dict[Req, int] = {}
+        self._lane_of: dict[int, int] = {}
+        """Lane of each slot."""
         self._req_at: dict[int, Req] = {}
         self._free = list(range(FIRST_CAPACITY - 1, -1, -1))
         self._keys: list[Key] = []
         self.order: Slots = np.empty(0, dtype=np.int64)
-        self.common = np.empty(0, dtype=np.int64)
+        self._lanes: dict[int, _LaneOrder] = {}
         self.alive = np.zeros(FIRST_CAPACITY, dtype=np.bool_)
         self.matched = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self.length = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self.computes = np.zeros(FIRST_CAPACITY, dtype=np.bool_)
-        self.lane = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self.fcfs_time = np.zeros(FIRST_CAPACITY, dtype=np.float64)
         self._limit = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self._confirmed = np.zeros(FIRST_CAPACITY, dtype=np.int64)
@@ -88,32 +99,44 @@ class PrefixIndex:
             self._double()
         slot = self._free.pop()
         self._slot_of[req], self._req_at[slot] = slot, req
-        self.alive[slot], self.lane[slot], self.fcfs_time[slot] = True, lane, req.times.fcfs_time
+        self.alive[slot], self.fcfs_time[slot] = True, req.times.fcfs_time
         self.computes[slot] = req.route is not Route.INCOMING
         self.length[slot] = req.known_len if self.computes[slot] else 0
         # The output of a request from another instance follows its prompt, and is in no other request's order.
         self._limit[slot] = min(req.longest_reusable_prefix, req.prompt_len) // self._page * self._page
         self.matched[slot], self._confirmed[slot] = self._cached(req, slot), self._memory.pool.losses
-        key = req.msg.extra_key, req.msg.input_ids
+        key = self._key_at(slot)
         at = bisect_right(self._keys, key)
-        if at:
-            self.common[at - 1] = self._common(self._keys[at - 1], key)
-        behind = self._common(key, self._keys[at]) if at < len(self._keys) else 0
         self._keys.insert(at, key)
         self.order = np.insert(self.order, at, slot)
-        self.common = np.insert(self.common, at, behind)
+        self._add_to_lane(slot, lane, key)
 
     def remove(self, req: Req) -> None:
         """Remove a request that no longer waits."""
         slot = self._slot_of.pop(req)
         at = int(np.flatnonzero(self.order == slot)[0])
-        if at:
-            self.common[at - 1] = min(self.common[at - 1], self.common[at])
         del self._keys[at]
-        self.order, self.common = np.delete(self.order, at), np.delete(self.common, at)
+        self.order = np.delete(self.order, at)
+        self._remove_from_lane(slot)
         self.alive[slot] = False
         del self._req_at[slot]
         self._free.append(slot)
+
+    def in_lane(self, lane: int, *, computing_only: bool) -> tuple[Slots, Slots]:
+        """Return the slots [N] of a lane in the order of their prompts, and what neighbours have in common [N - 1].
+
+        That is in tokens (whole pages), cached or not. ``computing_only``: leave out prompts that a peer computes.
+        """
+        found = self._lanes.get(lane)
+        if found is None:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        # Copies, as an array that is looked at can't grow.
+        slots, common = (np.frombuffer(part, dtype=np.int64).copy() for part in (found.slots, found.common))
+        if computing_only:
+            kept = np.flatnonzero(self.computes[slots])
+            # Two neighbours share as much as the least that any two between them share.
+            slots, common = slots[kept], np.minimum.reduceat(common, kept) if kept.size else common[:0]
+        return slots, common[:-1]
 
     def stored(self, extra_key: str, tokens: I32, start: int) -> None:
         """Raise the upper bounds of the cached prefix of all prompts that begin like ``tokens`` [N].
@@ -156,6 +179,29 @@ class PrefixIndex:
         self._confirmed[slot] = losses
         return False
 
+    def _key_at(self, slot: int) -> Key:
+        msg = self._req_at[slot].msg
+        return msg.extra_key, msg.input_ids
+
+    def _add_to_lane(self, slot: int, lane: int, key: Key) -> None:
+        self._lane_of[slot] = lane
+        slots, common = self._lanes.setdefault(lane, _LaneOrder(array("q"), array("q")))
+        at = bisect_right(slots, key, key=self._key_at)
+        if at:
+            common[at - 1] = self._common(self._key_at(slots[at - 1]), key)
+        common.insert(at, self._common(key, self._key_at(slots[at])) if at < len(slots) else 0)
+        slots.insert(at, slot)
+
+    def _remove_from_lane(self, slot: int) -> None:
+        lane = self._lane_of.pop(slot)
+        slots, common = self._lanes[lane]
+        at = slots.index(slot, bisect_left(slots, self._key_at(slot), key=self._key_at))
+        if at:
+            common[at - 1] = min(common[at - 1], common[at])
+        del slots[at], common[at]
+        if not slots:
+            del self._lanes[lane]
+
     def _run(self, key: Key, length: int) -> tuple[int, int]:
         """Return the range ``[low, high)`` of positions in the order at which prompts begin like ``key``.
 
@@ -195,5 +241,5 @@ class PrefixIndex:
             return np.concatenate([array, np.zeros(size, dtype=array.dtype)])
 
         self.alive, self.matched, self.length = grown(self.alive), grown(self.matched), grown(self.length)
-        self.computes, self.lane, self.fcfs_time = grown(self.computes), grown(self.lane), grown(self.fcfs_time)
+        self.computes, self.fcfs_time = grown(self.computes), grown(self.fcfs_time)
         self._limit, self._confirmed = grown(self._limit), grown(self._confirmed)

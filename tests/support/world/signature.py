@@ -98,6 +98,7 @@ SKIPPED = frozenset(
         "_lanes",
         "_sizes",
         "_turns",
+        "_computing_turns",
         "_room_ms",
         "_queued",
         "_retracted",

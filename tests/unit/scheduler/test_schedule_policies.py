@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from support.counted_calls import counted_calls
 from support.sim import SimInstance, make_generate, make_options, reference_output
 from support.sim_machine import Machine, TimedSim
 
@@ -29,21 +27,6 @@ MOST_CALLS = 5_000
 
 It allows a few for each page that comes or goes, not some for each request that waits.
 """
-
-
-@contextmanager
-def counted_calls() -> Iterator[list[int]]:
-    """Count calls of Python and C functions: work, not time, which depends on other processes."""
-    calls = [0]
-
-    def note(frame: object, event: str, argument: object) -> None:
-        calls[0] += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        yield calls
-    finally:
-        sys.setprofile(None)
 
 
 def make_req(rid: str, prompt, *, arrival: float = 0.0, extra_key: str = "", max_new_tokens: int = 4) -> Req:
@@ -136,6 +119,18 @@ def test_lanes_are_orders_of_their_own():
             policy.add(req, i % 2)
         assert list(policy.order(1)) == reqs[1::2]
         assert list(policy.order(7)) == []
+
+
+@pytest.mark.parametrize("policy", [LongestPrefixMatch, HeaviestPrefixFirst])
+def test_the_order_of_a_lane_looks_at_no_other(policy: type[LongestPrefixMatch | HeaviestPrefixFirst], monkeypatch):
+    """With a lane for each user, an order of each would otherwise cost users times requests."""
+    by_prefix = policy(make_memory())
+    reqs = [make_req(f"r{i}", [1, 2, 3, 4, *([5] * i), 9], arrival=float(i)) for i in range(9)]
+    for i, req in enumerate(reqs):
+        by_prefix.add(req, i % 3)
+    monkeypatch.setattr(by_prefix.index, "order", None)
+    for lane in range(3):
+        assert list(by_prefix.order(lane)) == reqs[lane::3]
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.claims import both_ways, make_req
+from support.counted_calls import counted_calls
 from support.sim import NO_WINDOW, SimInstance, SimWindow, make_generate, make_options, reference_output
 from support.sim_machine import Machine, TimedSim
 from support.sim_pair import SimPair
@@ -23,6 +25,7 @@ from pdserve.messages.requests import AbortReq
 from pdserve.scheduler import deadlines as deadlines_module
 from pdserve.scheduler import store_link
 from pdserve.scheduler.deadlines import SENDERS_GRACE, Deadlines
+from pdserve.scheduler.fairness import Tenant
 from pdserve.scheduler.memory_terms import Reserve
 from pdserve.scheduler.pace import PaceMeter
 from pdserve.scheduler.req import Req, ReqState, Route
@@ -387,7 +390,7 @@ def test_the_wait_for_a_prompt_that_stands_still_ends():
 def test_lanes_that_have_no_turn_cost_nothing(policy: str, monkeypatch):
     sim = SimInstance(make_options(schedule_policy=policy, fair_scheduling=True, max_running_requests=1))
     for i in range(20):
-        send(sim, f"r{i}", [i] * 6, user=f"u{i}")
+        send(sim, f"r{i}", [i] * 6, user=f"u{i // 2}")
     waiting, looked = sim.scheduler.planner.waiting, []
     chooser = waiting.policy.chooser
     monkeypatch.setattr(waiting.policy, "chooser", lambda *args: looked.append(args) or chooser(*args))
@@ -396,6 +399,30 @@ def test_lanes_that_have_no_turn_cost_nothing(policy: str, monkeypatch):
     assert len(looked) < 8
     sim.run_until_idle()
     assert len(sim.ends) == 20
+
+
+@pytest.mark.parametrize("kind", ["incoming", "set aside"])
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "srpf", "dfs-weight"])
+def test_lanes_without_a_request_to_try_cost_nothing(policy: str, kind: str) -> None:
+    """A client may name a new user with each request, and an instance looks for its next request several times a step."""
+
+    def calls_of_an_order(users: int) -> int:
+        sim = both_ways(schedule_policy=policy, fair_scheduling=True)
+        waiting = sim.scheduler.planner.waiting
+        for i in range(users):
+            req = make_req(sim, f"r{i}", 30, leg="decode" if kind == "incoming" else "prefill")
+            req.tenant = Tenant("", f"u{i}")
+            waiting.add(req)
+            if kind == "set aside":
+                waiting.set_aside(req)
+        only = make_req(sim, "only", 30, leg="prefill")
+        waiting.add(only)
+        with counted_calls() as calls:
+            order = list(waiting.order(computing_only=kind == "incoming"))
+        assert order == [only]
+        return calls[0]
+
+    assert calls_of_an_order(300) == calls_of_an_order(20)
 
 
 # --- deadlines ---
