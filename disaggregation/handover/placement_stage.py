@@ -38,6 +38,8 @@ class PlacementStage:
         self._peer_at = peer_at
         self._policy = policy
         self.store_first = StoreFirst(scheduler, policy)
+        self._untold = 0
+        """Number of DECLINED rooms. Only ``tell_declined`` closes them."""
 
     def on_forecast(self, peer: Peer, msg: Forecast, now: float) -> None:
         """Record the prefill's forecast of its time to the first token, in milliseconds; ``decide`` uses it.
@@ -76,6 +78,7 @@ class PlacementStage:
         Its KV must not have been asked for, so that no peer may write to the memory.
         """
         receiver.state, receiver.decided = ReceiverState.DECLINED, True
+        self._untold += 1
         receiver.deadline = now + self._limits.bootstrap
         if receiver.memory is None:
             self._scheduler.peer_requests.recompute(receiver.req, now)
@@ -96,7 +99,7 @@ class PlacementStage:
         peer = receiver.peer
         if peer.readable:
             peer.send(Declined(peer.epoch, receiver.handover))
-        elif now <= receiver.deadline and len(self._rooms.in_state(ReceiverState.DECLINED)) <= MOST_UNTOLD:
+        elif now <= receiver.deadline and self._untold <= MOST_UNTOLD:
             where = receiver.req.msg.bootstrap
             if not peer.gone:
                 return
@@ -104,4 +107,5 @@ class PlacementStage:
                 receiver.tried_again = True
                 receiver.peer = self._peer_at(where.host, where.port, now)
                 return
-        del self._rooms.by_number[receiver.handover.room]
+        self._untold -= 1
+        self._rooms.forget(receiver)

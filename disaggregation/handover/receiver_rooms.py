@@ -33,11 +33,20 @@ class ReceiverRooms:
         self._epoch = epoch
         self._attempts = itertools.count(1)
         self.by_number: dict[int, KVReceiver] = {}
+        self._by_req: dict[Req, KVReceiver] = {}
         self.failed = 0
 
     def draw_id(self, room: int) -> HandoverId:
         """Return a new hand-over id for a further attempt of the bootstrap room ``room``."""
         return HandoverId(self._epoch, room, next(self._attempts))
+
+    def open(self, receiver: KVReceiver) -> None:
+        """Add a room. No open room may have its number or its request."""
+        self.by_number[receiver.handover.room] = self._by_req[receiver.req] = receiver
+
+    def forget(self, receiver: KVReceiver) -> None:
+        """Remove a room, and nothing else."""
+        del self.by_number[receiver.handover.room], self._by_req[receiver.req]
 
     # --- finding rooms ---
 
@@ -55,10 +64,7 @@ class ReceiverRooms:
 
     def of(self, req: Req) -> KVReceiver | None:
         """Return the open room of a request, or None if it has none."""
-        if req.msg.bootstrap is None:  # a migrating request names no room
-            return next((receiver for receiver in self.by_number.values() if receiver.req is req), None)
-        receiver = self.by_number.get(req.msg.bootstrap.room)
-        return receiver if receiver is not None and receiver.req is req else None
+        return self._by_req.get(req)
 
     def known(self, peer: Peer, handover: HandoverId) -> KVReceiver | None:
         """Return the open room that a message of ``peer`` is about; None if there is none for that attempt and peer."""
@@ -125,7 +131,7 @@ class ReceiverRooms:
 
         The memory is freed now if its request has ended. Otherwise the request keeps it.
         """
-        del self.by_number[receiver.handover.room]
+        self.forget(receiver)
         self.revoke(receiver)
         if receiver.memory is not None:
             self._scheduler.memory.pinned.unpin(receiver.memory.hold)

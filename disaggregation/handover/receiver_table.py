@@ -137,7 +137,7 @@ class ReceiverTable:
             text = f"bootstrap_room {where.room} is in use; draw a fresh one for every request"
             self._scheduler.fail(req, 400, text, "invalid_request_error")
             return
-        receiver = self._rooms.by_number[where.room] = KVReceiver(
+        receiver = KVReceiver(
             self._rooms.draw_id(where.room),
             req,
             self._peer_at(where.host, where.port, now),
@@ -150,6 +150,7 @@ class ReceiverTable:
             decided=not self._policy.asks,
             store=StoreStage.NEW,
         )
+        self._rooms.open(receiver)
         if self._policy.is_short(req):
             self.placement.compute_here(receiver, now)
 
@@ -161,7 +162,7 @@ class ReceiverTable:
 
         ``consumer`` is told when the KV has arrived or will not come.
         """
-        self._rooms.by_number[handover.room] = KVReceiver(
+        receiver = KVReceiver(
             handover,
             req,
             peer,
@@ -175,6 +176,7 @@ class ReceiverTable:
             store=StoreStage.OVER,
             is_optional=True,
         )
+        self._rooms.open(receiver)
 
     def advance(self, now: float) -> None:
         """Advance every room that can advance, grant and revoke memory, and fail rooms past their deadline."""

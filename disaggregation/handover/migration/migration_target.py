@@ -89,6 +89,7 @@ class MigrationTarget:
         self._port = port
         self._answer_keys = answer_keys
         self._arrivals: dict[HandoverId, Arrival] = {}
+        self._by_req: dict[Req, Arrival] = {}
         self._now = 0.0
         self.done = 0
         self.failed = 0
@@ -109,7 +110,8 @@ class MigrationTarget:
         if isinstance(taken, str):
             self._refuse(peer, msg.handover, taken)
             return
-        arrival = self._arrivals[msg.handover] = Arrival(taken, peer, msg.handover, now, msg.keep)
+        arrival = Arrival(taken, peer, msg.handover, now, msg.keep)
+        self._arrivals[msg.handover] = self._by_req[taken] = arrival
         level = logging.DEBUG if msg.keep else logging.INFO
         log.log(level, "instance %s offers it, after %d tokens", peer.epoch, taken.output_len, extra={"rid": taken.rid})
         if msg.kv_len:
@@ -166,13 +168,13 @@ class MigrationTarget:
         """
         req = receiver.req
         req.computed = receiver.length
-        arrival = self._by_req(req)
+        arrival = self._by_req.get(req)
         if arrival is None:
             return
         if not arrival.keep:
             self._when_ready(arrival)
             return
-        del self._arrivals[arrival.handover]
+        self._remove(arrival)
         self.kept += 1
         self._scheduler.leave(req, ReqState.MOVED)
 
@@ -181,7 +183,7 @@ class MigrationTarget:
 
         A migrating request continues there. Do nothing if the request is no arrival any more. ``status`` is not used.
         """
-        arrival = self._by_req(receiver.req)
+        arrival = self._by_req.get(receiver.req)
         if arrival is not None:
             self._forget(arrival, reason, tell=True)
 
@@ -206,7 +208,7 @@ class MigrationTarget:
         if problem is not None:
             self._drop(arrival, problem)
             return
-        del self._arrivals[msg.handover]
+        self._remove(arrival)
         self.done += 1
         req.extend(unpack_i32(msg.output))
         req.cached_tokens, req.retractions = min(msg.cached_tokens, req.prompt_len), msg.retractions
@@ -256,7 +258,7 @@ class MigrationTarget:
 
     def cancel(self, req: Req, reason: str) -> None:
         """Drop an arriving request that has ended here for ``reason``, and tell the other instance."""
-        arrival = self._by_req(req)
+        arrival = self._by_req.get(req)
         if arrival is not None:
             self._drop(arrival, reason)
 
@@ -275,7 +277,7 @@ class MigrationTarget:
 
         The other processes of this instance have not heard of the request.
         """
-        del self._arrivals[arrival.handover]
+        self._remove(arrival)
         self.failed += not arrival.keep
         req = arrival.req
         level = logging.DEBUG if arrival.keep else logging.INFO
@@ -293,8 +295,8 @@ class MigrationTarget:
         arrival = self._arrivals.get(handover)
         return arrival if arrival is not None and arrival.peer is peer else None
 
-    def _by_req(self, req: Req) -> Arrival | None:
-        return next((a for a in self._arrivals.values() if a.req is req), None)
+    def _remove(self, arrival: Arrival) -> None:
+        del self._arrivals[arrival.handover], self._by_req[arrival.req]
 
     def info(self, now: float) -> list[dict[str, Any]]:
         """Return the requests that are ready to run here, for ``/transfers``. ``ReceiverTable`` lists the others."""

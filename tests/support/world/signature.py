@@ -99,6 +99,7 @@ SKIPPED = frozenset(
         "_sizes",
         "_turns",
         "_computing_turns",
+        "_by_req",
         "_room_ms",
         "_queued",
         "_retracted",

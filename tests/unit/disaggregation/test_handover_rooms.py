@@ -259,3 +259,27 @@ def test_a_request_that_failed_at_the_prefill_fails_with_the_same_status_at_the_
     assert [side.ends["a"].status for side in (pair.prefill, pair.decode)] == [status, status]
     assert (pair.prefill.senders.failed, pair.decode.receivers.failed) == (1, 1)
     assert_all_returned(pair)
+
+
+class NoScan(dict):
+    """Rooms that are looked up, not searched."""
+
+    def values(self):
+        raise AssertionError("all rooms are searched for one")
+
+
+def test_the_end_of_a_request_searches_no_rooms() -> None:
+    """A request of a client without a room is aborted as one with a room is, and thousands may be in one tick."""
+    pair = SimPair()
+    for room in (1, 2):
+        pair.submit(f"r{room}", range(9), room, legs=("decode",))
+    pair.decode.submit("local", range(9))
+    receivers = pair.decode.receivers
+    receivers._rooms.by_number = NoScan(receivers.rooms)
+    for rid in ("local", "r1"):
+        pair.decode.scheduler.abort(AbortReq(rid))
+    assert set(receivers.rooms) == {2}
+    receivers._rooms.by_number = dict(receivers.rooms)
+    pair.decode.scheduler.abort(AbortReq("r2"))
+    run_until_idle(pair)
+    assert_all_returned(pair)

@@ -137,6 +137,19 @@ GOOD = [TokenLogprob(token, -0.5) for token in OUTPUT[:3]]
 SCORES = [TokenLogprob(token, -0.5) for token in PROMPT]
 
 
+def test_the_end_of_a_request_searches_no_arrivals(target: Target) -> None:
+    class NoScan(dict):
+        def values(self):
+            raise AssertionError("all arrivals are searched for one")
+
+    target.offer()
+    target.moves_in._arrivals = NoScan(target.moves_in._arrivals)
+    target.scheduler.arrivals.admit(make_generate("local", range(9)), target.now)
+    for rid in ("local", HERE):
+        target.scheduler.abort(AbortReq(rid))
+    assert not target.moves_in._arrivals
+
+
 def bad(scores: list[TokenLogprob], **changes: Any) -> list[TokenLogprob]:
     return [*scores[:-1], msgspec.structs.replace(scores[-1], **changes)]
 

@@ -11,7 +11,10 @@ from support.handovers import named
 from support.sim import SimInstance, make_generate, make_options, reference_output
 from support.sim_pair import SimPair, assert_all_returned, run_until_idle
 
+from pdserve.disaggregation.handover import placement_stage
+from pdserve.disaggregation.handover.peer import Reading
 from pdserve.disaggregation.handover.placement_policy import PlacementPolicy
+from pdserve.disaggregation.handover.receiver_rooms import ReceiverRooms
 from pdserve.messages.handover import Declined, Forecast, ForecastRequest, RoomQueued, TransferRequest
 from pdserve.messages.requests import AbortReq
 from pdserve.runtime.options import OptionError, check_options
@@ -301,6 +304,41 @@ def test_who_computes_itself_needs_no_prefill(what):
         assert pair.decode.tokens["a"] == reference_output(range(9), 3)
     else:
         assert pair.decode.ends["a"].finish.type == "abort"
+    assert_all_returned(pair)
+
+
+def test_rooms_that_wait_to_tell_their_prefill_are_not_counted_for_each(monkeypatch) -> None:
+    """Thousands may wait while the prefill is dialled, and each tick goes through them."""
+    counts = {}
+    for rooms in (5, 50):
+        pair = SimPair(disaggregation_threshold="never", max_queued_requests=100)
+        pair.link.reading = Reading.WANTED
+        for room in range(1, rooms + 1):
+            pair.submit(f"r{room}", range(9), room, legs=("decode",), max_new_tokens=1)
+        searched = []
+        in_state = ReceiverRooms.in_state
+        monkeypatch.setattr(ReceiverRooms, "in_state", lambda *args, f=in_state, s=searched: s.append(args) or f(*args))
+        pair.advance()
+        monkeypatch.undo()
+        assert len(pair.decode.receivers.rooms) == rooms
+        counts[rooms] = len(searched)
+        pair.link.reading = Reading.READY
+        run_until_idle(pair)
+        assert_all_returned(pair)
+    assert counts[5] == counts[50]
+
+
+def test_of_too_many_rooms_that_wait_to_tell_their_prefill_some_end(monkeypatch) -> None:
+    monkeypatch.setattr(placement_stage, "MOST_UNTOLD", 3)
+    pair = SimPair(disaggregation_threshold="never", max_queued_requests=100)
+    pair.link.reading = Reading.WANTED
+    for room in range(1, 8):
+        pair.submit(f"r{room}", range(9), room, legs=("decode",), max_new_tokens=1)
+    pair.advance()
+    assert set(pair.decode.receivers.rooms) == {5, 6, 7}
+    pair.link.reading = Reading.READY
+    run_until_idle(pair)
+    assert not pair.decode.receivers.rooms
     assert_all_returned(pair)
 
 
