@@ -105,7 +105,7 @@ class Estimator:
     # --- what is learned ---
 
     def turns_came(self, count: int, now: float) -> None:
-        """Note that ``count`` requests were admitted since the last call."""
+        """Note that ``count`` requests, perhaps 0, were admitted since the last call. Call this after each plan."""
         self._queue.came(count, now, waited=len(self._planner.waiting) > 0)
 
     def step_done(self, step: InFlightStep, result: StepResult, now: float) -> None:

@@ -7,22 +7,28 @@ MEMORY_TURNS = 32
 
 
 class QueueRate:
-    """Average time between two admissions while requests wait."""
+    """Average time between two admissions while requests wait.
+
+    The clock starts at the last admission, or later when requests begin to wait. So idle time does not count.
+    """
 
     def __init__(self) -> None:
-        self._last = 0.0
+        self._since: float | None = None
+        """Time from which the next admission is measured; None while no request waits."""
         self._seconds = 0.0
 
     def came(self, count: int, now: float, *, waited: bool) -> None:
-        """Note that ``count`` requests were admitted at ``now``. ``waited``: whether further requests still wait.
+        """Note that ``count`` requests, perhaps 0, were admitted at ``now``. Call this after each plan.
 
-        Only then does the time since the last admission count for the average.
+        ``waited``: whether further requests still wait. Only then does the time count for the average.
         """
-        if count and waited and self._last:
-            each = (now - self._last) / count
+        if count and waited and self._since is not None:
+            each = (now - self._since) / count
             self._seconds += (each - self._seconds) / MEMORY_TURNS if self._seconds else each
-        if count:
-            self._last = now
+        if not waited:
+            self._since = None
+        elif count or self._since is None:
+            self._since = now
 
     def seconds(self, waiting: int) -> float:
         """Return the estimated seconds until ``waiting`` requests are admitted; 0 before an average is known."""

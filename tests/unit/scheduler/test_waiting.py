@@ -25,6 +25,7 @@ from pdserve.messages.requests import AbortReq
 from pdserve.scheduler import deadlines as deadlines_module
 from pdserve.scheduler import store_link
 from pdserve.scheduler.deadlines import SENDERS_GRACE, Deadlines
+from pdserve.scheduler.estimates.queue_rate import QueueRate
 from pdserve.scheduler.fairness import Tenant
 from pdserve.scheduler.memory_terms import Reserve
 from pdserve.scheduler.pace import PaceMeter
@@ -612,3 +613,37 @@ def test_many_refused_in_one_turn_add_the_queue_up_once(monkeypatch: pytest.Monk
     sim.scheduler.now += 1
     send(sim, "later", range(20))
     assert added_up == 2
+
+
+def test_idle_time_is_no_waiting_time_of_the_queue() -> None:
+    """A burst after an idle hour is told to come back in a few seconds, not in two minutes."""
+    sim = SimInstance(make_options(max_queued_requests=8, max_running_requests=1))
+    send(sim, "before", range(8))
+    sim.run_until_idle()
+    sim.now += 3600
+    for i in range(9):
+        send(sim, f"r{i}", range(8))
+    turn(sim)
+    send(sim, "beyond", range(8))
+    seconds = sim.scheduler.estimator.queue_seconds(4, sim.now)
+    sim.plan()
+    assert sim.ends["beyond"].status == 429
+    assert sim.ends["beyond"].retry_after == 1
+    assert seconds < 1
+
+
+def test_the_rate_of_the_queue_is_measured_while_requests_wait() -> None:
+    rate = QueueRate()
+    rate.came(1, 10.0, waited=False)
+    rate.came(0, 500.0, waited=True)  # the first one waits
+    rate.came(0, 503.0, waited=True)
+    assert rate.seconds(1) == 0
+    rate.came(2, 504.0, waited=True)
+    assert rate.seconds(1) == 2.0
+    rate.came(1, 506.0, waited=True)
+    assert rate.seconds(3) == 6.0
+    rate.came(1, 507.0, waited=False)
+    rate.came(3, 10_000.0, waited=True)  # five came at once, and three were admitted at once
+    assert rate.seconds(1) == 2.0
+    rate.came(1, 10_002.0, waited=True)
+    assert rate.seconds(1) == 2.0
