@@ -84,6 +84,7 @@ Half of the new steps are off by more than ``CHANGE``, the same way, in regions 
 OVERHEAD_STEPS = 16
 RECENT = 256
 MIN_MS = 1e-3
+"""Least milliseconds of a step. A clock may show 0 for a short one."""
 
 _STARTS = np.array(KNOTS, dtype=np.float64)
 _LENGTHS = np.array(LENGTHS, dtype=np.float64)
@@ -346,7 +347,7 @@ def make_cost_model(worker: WorkerReady) -> CostModel:
     kv_ms = 0.0
     if worker.measured and worker.step_weight_bytes:
         # A small step reads the weights once. KV comes from the same memory, hardly faster.
-        bytes_per_ms = worker.step_weight_bytes / min(m.forward_ms for m in worker.measured)
+        bytes_per_ms = worker.step_weight_bytes / max(min(m.forward_ms for m in worker.measured), MIN_MS)
         kv_ms = worker.layout.page_bytes / worker.layout.page_size / bytes_per_ms
     return CostModel(worker.measured, kv_ms)
 

@@ -196,3 +196,10 @@ def test_non_negative_least_squares_meets_its_conditions(seed: int, size: int) -
     assert (w >= 0).all()
     assert (np.abs(pull[w > 0]) < 1e-6).all()
     assert (pull[w == 0] < 1e-6).all()
+
+
+def test_a_step_that_was_measured_as_0_ms_is_no_error() -> None:
+    """The worker's clock may be too coarse for a small step of a small model."""
+    worker = make_worker_ready(make_options(), measured=[MeasuredStep(1, 10, 0, 0.0, 0.0)])
+    worker.step_weight_bytes = 10**9
+    assert 0 < make_cost_model(worker).estimate(StepShape(1, 10)) < 1
