@@ -118,7 +118,7 @@ class Loading(NamedTuple):
     is_hit: bool
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Req:
     """A request and its progress. ``hold`` is its memory, None while it has none."""
 

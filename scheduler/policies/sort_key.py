@@ -7,13 +7,14 @@ from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import NamedTuple, Self
+from weakref import WeakKeyDictionary
 
 from ..req import Req, Route
 from .base import PolicyNeeds, SchedulePolicy
 
 
 class _SortKey(NamedTuple):
-    """Sort key: ``key``, then the order of arrival."""
+    """Sort key: ``key``, then the order in which requests were queued."""
 
     key: tuple[float, float]
     number: int
@@ -79,15 +80,22 @@ class LongestOutputFirst(SortKeyPolicy):
 
 
 class Random(SortKeyPolicy):
-    """Random order, drawn for each request as it arrives. Equal seeds and arrivals give equal orders."""
+    """Random order. A request keeps the number that is drawn when it is first queued.
+
+    So one that waits again, because its grant was revoked or it was parked, is where it was. Equal seeds and arrivals
+    give equal orders.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._rng = random.Random(seed)
+        self._drawn: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
 
     @classmethod
     def make(cls, needs: PolicyNeeds) -> Self:
         return cls(needs.options.random_seed)
 
     def key(self, req: Req) -> tuple[float, float]:
-        return self._rng.random(), 0.0
+        if (drawn := self._drawn.get(req)) is None:
+            drawn = self._drawn[req] = self._rng.random()
+        return drawn, 0.0

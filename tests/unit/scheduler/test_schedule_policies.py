@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import statistics
@@ -19,6 +20,7 @@ from pdserve.scheduler.policies.base import PolicyNeeds
 from pdserve.scheduler.policies.by_prefix import HeaviestPrefixFirst, LongestPrefixMatch
 from pdserve.scheduler.policies.by_remaining import PATIENCE, ShortestRemainingFirst
 from pdserve.scheduler.policies.make import make_policy
+from pdserve.scheduler.policies.sort_key import Random
 from pdserve.scheduler.req import Req, ReqState, Route
 
 PAGE = 4
@@ -186,6 +188,31 @@ def test_longest_output_first_and_a_random_order_that_a_seed_repeats():
     assert ends(schedule_policy="lof") == ["r3", "r6", "r1", "r4", "r7", "r2", "r5", "r0"]
     assert ends(schedule_policy="random", random_seed=1) == ends(schedule_policy="random", random_seed=1)
     assert ends(schedule_policy="random", random_seed=1) != ends(schedule_policy="random", random_seed=2)
+
+
+def test_a_request_that_waits_again_keeps_its_place_in_a_random_order() -> None:
+    """It was parked, or its grant was revoked. A new draw each time would give it more chances than others have."""
+    policy = Random(1)
+    reqs = [make_req(f"r{i}", [i], arrival=float(i)) for i in range(20)]
+    for req in reqs:
+        policy.add(req, 0)
+    order = list(policy.order(0))
+    assert order != reqs
+    for req in reqs:
+        policy.remove(req)
+        policy.add(req, 0)
+        assert list(policy.order(0)) == order
+
+
+def test_nothing_is_kept_of_requests_that_are_gone() -> None:
+    policy = Random(1)
+    for i in range(20):
+        req = make_req(f"r{i}", [i])
+        policy.add(req, 0)
+        policy.remove(req)
+    del req
+    gc.collect()
+    assert not policy._drawn
 
 
 # --- shortest remaining prefill ---
