@@ -140,7 +140,10 @@ class TransferRequest(Message):
 
 
 class RoomQueued(Message):
-    """Receiver → sender: this room is in my queue. I ask for it when I have memory; keep it while I am connected."""
+    """Receiver → sender: this room is in my queue. I ask for it when I have memory, or give it up by my time limits.
+
+    Keep it while I am connected. A sender keeps it for ``HandoverLimits.asking`` seconds at most.
+    """
 
     epoch: Epoch
     handover: HandoverId

@@ -129,7 +129,10 @@ class DisaggregationOptions(AccessOptions):
     )
     disaggregation_queue_timeout: float = opt(
         default=300.0,
-        help="Seconds that a hand-over may wait for memory on the decode, or in the queue of the prefill.",
+        help=(
+            "Seconds that a hand-over may wait for memory on the decode, or in the queue of the prefill. Give both "
+            "sides the same."
+        ),
         above=0,
     )
     disaggregation_heartbeat_interval: float = opt(

@@ -31,6 +31,15 @@ class HandoverLimits(NamedTuple):
         """
         return self.queue + self.transfer
 
+    @property
+    def asking(self) -> float:
+        """Time limit in seconds of a sender that has both requests and waits for the receiver to ask for the KV.
+
+        A receiver waits for memory, then for a forecast or its store, and gives up before this limit. The limit is for
+        a receiver that has lost the room.
+        """
+        return self.bootstrap + self.queue + self.landing
+
     @staticmethod
     def of(options: SchedulerOptions) -> HandoverLimits:
         """Return the limits set by the options."""

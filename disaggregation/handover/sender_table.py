@@ -112,6 +112,7 @@ class SenderTable:
             return
         sender.req = req
         self._rooms.unclaimed.drop(sender.peer, room)
+        self._limit_asking(sender, now)
         self._try_start(sender, now)
         self.estimates.tell(sender, now)
 
@@ -127,8 +128,9 @@ class SenderTable:
         }
 
     def on_queued(self, peer: Peer, msg: RoomQueued, now: float) -> None:
-        """Open the room, or note its decode, which will ask for the KV when it has memory and limits how long that may
-        take.
+        """Open the room, or note its decode, which will ask for the KV when it has memory.
+
+        From then on it has ``HandoverLimits.asking`` seconds, and a repeated message about the same attempt adds none.
         """
         self._opened(peer, msg.handover, 0, now)
 
@@ -184,6 +186,7 @@ class SenderTable:
             if sender.decode is not None and sender.decode.handover != handover:
                 self._rooms.note_over(sender.decode.handover)
             sender.decode, sender.withdrawn = DecodeSide(peer, handover), False
+            self._limit_asking(sender, now)
         if sender is not None and sender.is_of_another(handover):
             whose = "in use" if sender.peer is peer else "another decode's"
             self._rooms.deny(peer, handover, 409, f"bootstrap_room {room} is {whose}")
@@ -202,8 +205,16 @@ class SenderTable:
                 return None
         if sender is None:
             sender = self._rooms.open(room, now)
+        is_first = sender.decode is None
         sender.assign(peer, handover)
+        if is_first:
+            self._limit_asking(sender, now)
         return sender
+
+    def _limit_asking(self, sender: KVSender, now: float) -> None:
+        """Limit the time until the decode asks for the KV. Do nothing if it or the client's request is missing."""
+        if sender.req is not None and sender.decode is not None:
+            sender.deadline = now + self._limits.asking
 
     def on_request(self, peer: Peer, msg: TransferRequest, now: float) -> None:
         """Note that the decode has memory and asks for the room's KV. Its transfer starts as soon as the client's
@@ -248,6 +259,7 @@ class SenderTable:
             sender.transfer_request, sender.transfer = None, None
             if req is not None:
                 self._scheduler.peer_requests.take_back(req)
+                self._limit_asking(sender, now)
             else:
                 self._rooms.unclaimed.drop(peer, sender.room)
                 self._rooms.unclaimed.admit(peer, sender.room, 0)
@@ -365,6 +377,9 @@ class SenderTable:
                 self._rooms.drain(sender, 504, text)
             elif sender.decode is None:
                 text = f"no decode instance asked for this room within {self._limits.bootstrap:.0f} s"
+                self._rooms.drain(sender, 504, text)
+            else:
+                text = f"the decode instance queued this room and did not ask for it within {self._limits.asking:.0f} s"
                 self._rooms.drain(sender, 504, text)
         self._rooms.expire(now)
 

@@ -11,7 +11,7 @@ from support.sim_pair import LIMITS, SimPair, assert_all_returned, make_peer, ru
 
 from pdserve.disaggregation.handover import unclaimed_rooms
 from pdserve.disaggregation.handover.kv_receiver import LandedCheck
-from pdserve.disaggregation.handover.kv_sender import SenderState
+from pdserve.disaggregation.handover.kv_sender import SenderState, digest_of
 from pdserve.disaggregation.handover.peer import PeerState, Writing
 from pdserve.messages.handover import (
     Abort,
@@ -21,6 +21,7 @@ from pdserve.messages.handover import (
     TransferDone,
     TransferFailed,
     TransferRequest,
+    Withdraw,
 )
 from pdserve.messages.outputs import FinishType, Timing
 from pdserve.messages.requests import AbortReq
@@ -259,6 +260,54 @@ def test_a_request_that_failed_at_the_prefill_fails_with_the_same_status_at_the_
     assert [side.ends["a"].status for side in (pair.prefill, pair.decode)] == [status, status]
     assert (pair.prefill.senders.failed, pair.decode.receivers.failed) == (1, 1)
     assert_all_returned(pair)
+
+
+@pytest.mark.parametrize("first", ["decode", "client"])
+def test_a_room_that_the_decode_queues_and_never_asks_for_ends(first: str) -> None:
+    """Its heartbeat goes on, so it is not gone. It may have lost the room."""
+    pair, name = SimPair(), named(1, 1, "decode")
+    senders, began = pair.prefill.senders, pair.now + LIMITS.bootstrap - 1
+    queued = RoomQueued("prefill", name)
+    if first == "decode":
+        senders.on_queued(pair.peer, queued, pair.now)
+        pair.now = began
+        pair.submit("a", range(9), 1, legs=("prefill",))
+    else:
+        pair.submit("a", range(9), 1, legs=("prefill",))
+        senders.on_queued(pair.peer, queued, began)
+    # An honest decode waits as long as this for memory and then for a forecast.
+    for seconds in (LIMITS.queue, LIMITS.queue + LIMITS.landing):
+        senders.tick(began + seconds)
+        senders.on_queued(pair.peer, queued, began + seconds)
+        assert senders.rooms[1].state in (SenderState.BOOTSTRAPPING, SenderState.AHEAD)
+    senders.tick(began + LIMITS.asking)
+    assert not senders.rooms
+    pair.prefill.plan()
+    assert pair.prefill.ends["a"].status == 504
+    assert "did not ask for it within 50 s" in pair.prefill.ends["a"].message
+    assert [type(message) for message in pair.peer.unsent] == [TransferFailed]
+
+
+def test_the_limit_starts_anew_when_a_decode_takes_its_request_back() -> None:
+    pair, name = SimPair(), named(1, 1, "decode")
+    senders, start = pair.prefill.senders, pair.now
+    pair.prefill.submit("other", range(9))
+    pair.submit("a", range(9), 1, legs=("prefill",))
+    req = pair.prefill.scheduler.reqs["a"]
+    pages = bytes(4 * 3)
+    ask = TransferRequest("prefill", name, 9, digest_of(req, 9), 0, [pages])
+    senders.on_request(pair.peer, ask, start)
+    assert senders.rooms[1].state is SenderState.QUEUED
+    late = start + LIMITS.queue - 1
+    senders.on_withdraw(pair.peer, Withdraw("prefill", name), late)
+    senders.tick(late + LIMITS.asking - 1)
+    assert senders.rooms[1].state is SenderState.BOOTSTRAPPING
+    again = late + LIMITS.asking - 1
+    senders.on_queued(pair.peer, RoomQueued("prefill", named(1, 2, "decode")), again)
+    senders.tick(again + LIMITS.asking - 1)
+    assert 1 in senders.rooms
+    senders.tick(again + LIMITS.asking)
+    assert not senders.rooms
 
 
 class NoScan(dict):
