@@ -78,8 +78,9 @@ class ScheduleOptions(CacheOptions):
             "Order of waiting requests: fcfs (arrival; prompts of a batch count as 0.1 s apart), srpf (shortest "
             "remaining prefill, with aging: at most 12 times a prompt's own time), lpm (longest cached prefix), "
             "dfs-weight (largest shared prefix, depth first), lof (longest output), random (by --random-seed), "
-            "priority (fcfs within each priority; implies --enable-priority-scheduling). auto: fcfs in decode mode, "
-            "else srpf."
+            "priority (fcfs within each priority; implies --enable-priority-scheduling). With lpm, dfs-weight, lof and "
+            "random a request may wait without limit while others that go before it keep coming. auto: fcfs in decode "
+            "mode, else srpf."
         ),
     )
     enable_priority_scheduling: bool = opt(

@@ -5,22 +5,28 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import re
 import statistics
+from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support.counted_calls import counted_calls
+from support.product_files import ROOT
 from support.sim import SimInstance, make_generate, make_options, reference_output
 from support.sim_machine import Machine, TimedSim
 
 from pdserve.messages.requests import AbortReq
 from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.memory_terms import NO_RESERVE, PoolSizes
+from pdserve.scheduler.options import SchedulerOptions
 from pdserve.scheduler.policies.base import PolicyNeeds
 from pdserve.scheduler.policies.by_prefix import HeaviestPrefixFirst, LongestPrefixMatch
 from pdserve.scheduler.policies.by_remaining import PATIENCE, ShortestRemainingFirst
 from pdserve.scheduler.policies.make import make_policy
 from pdserve.scheduler.policies.sort_key import Random
+from pdserve.scheduler.policy_registry import POLICIES
 from pdserve.scheduler.req import Req, ReqState, Route
 
 PAGE = 4
@@ -213,6 +219,42 @@ def test_nothing_is_kept_of_requests_that_are_gone() -> None:
     del req
     gc.collect()
     assert not policy._drawn
+
+
+def starves(policy: str) -> bool:
+    """Return whether a request is not served while hundreds come that its policy lets go before it."""
+    options = make_options(schedule_policy=policy, max_running_requests=3, max_total_tokens=256)
+    sim, numbers, draws = SimInstance(options), itertools.count(), [0.1]
+    order = sim.scheduler.planner.waiting.policy
+    if isinstance(order, Random):
+        order._rng = SimpleNamespace(random=lambda: draws[-1])
+
+    def send(rid: str, prompt: list[int], outputs: int) -> None:
+        message = make_generate(rid, prompt, max_new_tokens=outputs)
+        message.arrival = sim.now
+        sim.scheduler.arrivals.admit(message, sim.now)
+
+    for step in range(400):
+        while len(sim.scheduler.reqs) < 7:
+            send(f"r{next(numbers)}", [*((3 * i) % 97 for i in range(40)), step % 97, 1, 2, 3], 6)
+        if step == 5:
+            draws.append(0.9)
+            send("last", [(5 * i + 1) % 97 for i in range(40)], 2)
+            draws.pop()
+        sim.plan()
+        sim.work()
+    assert next(numbers) > 100
+    return "last" not in sim.ends
+
+
+def test_the_policies_that_let_requests_wait_without_limit_are_named() -> None:
+    starving = {name for name in POLICIES if starves(name)}
+    page = (ROOT / "docs" / "scheduling.md").read_text()
+    (said,) = re.findall(r"With (.*?), a request\s+may wait without limit", page)
+    assert set(re.findall("`(.*?)`", said)) == starving
+    (text,) = [f.metadata["help"] for f in fields(SchedulerOptions) if f.name == "schedule_policy"]
+    (said,) = re.findall("With ([^.]*?) a request may wait without limit", text)
+    assert set(re.split(", | and ", said)) == starving
 
 
 # --- shortest remaining prefill ---
