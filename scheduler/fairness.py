@@ -224,7 +224,7 @@ class FairShares:
         return mine < room // (len(self._keys.here) + (not mine))
 
     def _users_of(self, tenant: Tenant) -> _Competition:
-        # This runs for each lane whose share is compared, so nothing is made that is not needed.
+        # This runs for each comparison of shares, so nothing is made that is not needed.
         if (users := self._users.get(tenant.key)) is None:
             users = self._users[tenant.key] = _Competition()
         return users

@@ -405,7 +405,7 @@ def test_lanes_that_have_no_turn_cost_nothing(policy: str, monkeypatch):
 @pytest.mark.parametrize("kind", ["incoming", "set aside"])
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "srpf", "dfs-weight"])
 def test_lanes_without_a_request_to_try_cost_nothing(policy: str, kind: str) -> None:
-    """A client may name a new user with each request, and an instance looks for its next request several times a step."""
+    """A client may name a new user with each request, and each step looks for the next request several times."""
 
     def calls_of_an_order(users: int) -> int:
         sim = both_ways(schedule_policy=policy, fair_scheduling=True)
