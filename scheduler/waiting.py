@@ -17,18 +17,15 @@ to the cost of an order of computing ones.
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from .fairness import NO_SHARE, NoShares, Shares, Tenant
 from .policies.base import SchedulePolicy
 from .req import Req, Route
+from .turns import Turn, Turns
 
-FEW = 64
-"""Stale heap entries allowed beyond twice the number of lanes."""
 NO_LANE = 0
 """Number that no lane has: lanes are counted from 1."""
 
@@ -36,43 +33,6 @@ NO_LANE = 0
 class _Lane(NamedTuple):
     rank: int
     tenant: Tenant
-
-
-class _Turn(NamedTuple):
-    """Sort key of a lane: its tenant's share when last looked at, then the order in which lanes were opened."""
-
-    share: tuple[float, float]
-    number: int
-    tenant: Tenant
-
-
-class _Turns:
-    """The lanes of one rank that have requests to try, or such requests of one kind.
-
-    Only these are looked at, so thousands of lanes without any cost an order nothing.
-    """
-
-    def __init__(self) -> None:
-        self.sizes: Counter[int] = Counter()
-        """Number of these requests by the number of their lane, which has at least one."""
-        self.heap: list[_Turn] = []
-        """Heap of the lanes. Shares may have grown since, some lanes are gone, and some are there twice."""
-
-    def add(self, number: int, tenant: Tenant, shares: Shares) -> None:
-        """Count one more request of a lane."""
-        self.sizes[number] += 1
-        if self.sizes[number] > 1:
-            return
-        heapq.heappush(self.heap, _Turn(shares.share(tenant), number, tenant))
-        if len(self.heap) > 2 * len(self.sizes) + FEW:
-            self.heap[:] = {turn.number: turn for turn in self.heap if turn.number in self.sizes}.values()
-            heapq.heapify(self.heap)
-
-    def remove(self, number: int) -> None:
-        """Count one request of a lane less."""
-        self.sizes[number] -= 1
-        if not self.sizes[number]:
-            del self.sizes[number]
 
 
 def _turn(req: Req) -> float:
@@ -100,9 +60,9 @@ class WaitingQueue:
         self._retracted: dict[int, list[Req]] = {}
         self._lanes: dict[_Lane, int] = {}
         self._sizes: dict[_Lane, int] = {}
-        self._turns: dict[int, _Turns] = {}
+        self._turns: dict[int, Turns] = {}
         """Lanes with requests to try, by rank."""
-        self._computing_turns: dict[int, _Turns] = {}
+        self._computing_turns: dict[int, Turns] = {}
         """Lanes with requests to try that compute their prompts here, by rank."""
         self._numbers = 0
 
@@ -255,27 +215,20 @@ class WaitingQueue:
             return self.rank(waiting) < self.rank(begun)
         return self.policy.is_before(waiting, begun)
 
-    def _in_turn(self, turns: _Turns, computing_only: bool) -> Iterator[Req]:
+    def _in_turn(self, turns: Turns, computing_only: bool) -> Iterator[Req]:
         tried: dict[int, Iterator[Req]] = {}
-        over: list[_Turn] = []
-        heap = turns.heap
+        over: list[Turn] = []
         try:
-            while heap:
-                first = heap[0]
-                if first.number not in turns.sizes:
-                    heapq.heappop(heap)
-                elif (share := self.shares.share(first.tenant)) != first.share:  # it has received service since
-                    heapq.heapreplace(heap, first._replace(share=share))
+            while (first := turns.first()) is not None:
+                if first.number not in tried:
+                    tried[first.number] = self.policy.order(first.number, computing_only=computing_only)
+                if (req := next(tried[first.number], None)) is not None:
+                    yield req
                 else:
-                    if first.number not in tried:
-                        tried[first.number] = self.policy.order(first.number, computing_only=computing_only)
-                    if (req := next(tried[first.number], None)) is not None:
-                        yield req
-                    else:
-                        over.append(heapq.heappop(heap))
+                    over.append(turns.skip())
         finally:
             for turn in over:
-                heapq.heappush(heap, turn)
+                turns.put(turn)
 
     def _place(self, req: Req, number: int | None = None) -> None:
         if not req.retractions:
@@ -296,7 +249,9 @@ class WaitingQueue:
         number = self._lanes[lane]
         self.policy.add(req, number)
         for turns in self._turns_of(req):
-            turns.setdefault(lane.rank, _Turns()).add(number, lane.tenant, self.shares)
+            if lane.rank not in turns:
+                turns[lane.rank] = Turns(self.shares)
+            turns[lane.rank].add(number, lane.tenant)
 
     def _take(self, req: Req) -> None:
         if req not in self._queued:
@@ -315,7 +270,7 @@ class WaitingQueue:
             if not turns[lane.rank].sizes:
                 del turns[lane.rank]
 
-    def _turns_of(self, req: Req) -> list[dict[int, _Turns]]:
+    def _turns_of(self, req: Req) -> list[dict[int, Turns]]:
         return [self._turns] if req.route is Route.INCOMING else [self._turns, self._computing_turns]
 
     def _enter(self, lane: _Lane, number: int | None) -> None:

@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+from support.counted_calls import counted_calls
 from support.sim import SimInstance, make_generate, make_options, reference_output
 
 from pdserve.messages.outputs import ReqError
@@ -329,5 +330,45 @@ def test_what_is_kept_of_lanes_that_are_gone_does_not_grow():
             shares.goes(req.tenant)
     for turns in (queue._turns, queue._computing_turns):
         assert len(turns) == 1
-        assert len(turns[0].heap) <= 2 + FEW
+        assert len(turns[0]) <= 2 * (2 + FEW)
     assert sum(len(users._line) for users in shares._users.values()) <= 4 + 2 * FEW
+
+
+def queue_of_users(count: int, keys: int) -> WaitingQueue:
+    shares = FairShares()
+    queue = WaitingQueue(FirstComeFirstServed(), shares)
+    for i in range(count):
+        msg = make_generate(f"r{i}", [1, 2])
+        msg.user, msg.key_name, msg.arrival = f"user {i}", f"key {i % keys}", float(i)
+        req = Req.create(msg, Route.LOCAL, ReqState.WAITING, 4, 1)
+        shares.comes(req.tenant)
+        queue.add(req)
+    return queue
+
+
+def test_work_for_a_key_costs_the_queue_as_much_however_many_users_it_names() -> None:
+    """Each admission and each output token is charged, so each step changes the share of every user of the key."""
+
+    def calls_of_a_step(users: int) -> int:
+        queue = queue_of_users(users, 1)
+        with counted_calls() as calls:
+            for _ in range(4):
+                req = next(queue.order())
+                queue.remove(req.rid)
+                queue.shares.prompt(req.tenant, 10)
+        return calls[0]
+
+    assert calls_of_a_step(300) == calls_of_a_step(30)
+
+
+@pytest.mark.parametrize("keys", [1, 10])
+def test_an_order_of_all_costs_as_much_for_each_user_however_many_there_are(keys: int) -> None:
+    def calls_of_orders(users: int) -> float:
+        queue = queue_of_users(users, keys)
+        with counted_calls() as calls:
+            for _ in range(3):
+                assert len(list(queue.order())) == users
+                queue.shares.prompt(Tenant("key 0", "user 0"), 10)
+        return calls[0] / users
+
+    assert calls_of_orders(400) < 1.2 * calls_of_orders(100)
