@@ -6,6 +6,7 @@ A decode asks its prefill and itself, and chooses the sooner of the two.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ MOST_AHEAD = 256
 
 Others count as the ones looked at do.
 """
+LOOK_SECONDS = 0.1
+"""Time between two looks for the next waiting prompt. The order of many costs more than a small step's plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class FirstTokenForecast:
         self._memory = memory
         self._model = model
         self._in_flight = in_flight
+        self._looked_at = -math.inf
+        self._first: Req | None = None
 
     def ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
         """Return the milliseconds from ``now`` to the request's first token, if its prompt is computed on this
@@ -87,11 +92,21 @@ class FirstTokenForecast:
         begun = [r for r in planner.running.values() if r.state is ReqState.PREFILLING and not r.output_len]
         longest = max((self._next_ms(req, now, decodes) for req in begun), default=0.0)
         # One that others overtake, or that lacks memory, has no sooner token if steps with prompts take longer.
-        claims = planner.claims.eligible(now, computing_only=True)
-        first = next((r for r in claims if not r.output_len), None)
+        first = self._first_waiting(now)
         if first is None or (ms := self._next_ms(first, now, decodes)) <= longest:
             return longest
         return ms if self._memory.headroom.could_admit(first, planner.claims.reserve(first)) else longest
+
+    def _first_waiting(self, now: float) -> Req | None:
+        """Return the first waiting prompt in order that has no output, as it was at most ``LOOK_SECONDS`` ago."""
+        planner = self._planner
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            claims = planner.claims.eligible(now, computing_only=True)
+            self._first = next((r for r in claims if not r.output_len), None)
+        if self._first is not None and not planner.waiting.has(self._first):
+            self._first = None
+        return self._first
 
     def _next_ms(self, req: Req, now: float, decodes: StepShape) -> float:
         """Return the milliseconds from the request's arrival to its first token if it is next from ``now`` on."""
