@@ -204,3 +204,27 @@ def test_a_stranger_at_a_dead_instances_port_gets_nothing_and_serves_no_client(t
         for request in stranger.requests:
             assert request.body is None
             assert not any("a-key-of" in value or value == "alice" for value in request.headers.values())
+
+
+@pytest.mark.slow
+def test_processes_of_up_that_are_killed_start_again(tmp_path, tiny_args):
+    """At first one fork server makes them all. A restarted one is a program of its own, with the same secret."""
+    with launched(tmp_path, "up", "up", *ONE_THREAD, *tiny_args) as up:
+        up.wait_healthy()
+        expected = asked(up).json()["output_ids"]
+        root = psutil.Process(up.process.pid)
+        for name in ("prefill", "decode", "router"):
+            [killed] = [child for child in root.children() if child.cmdline()[0].startswith(f"pdserve {name}")]
+            killed.kill()
+            wait_until(lambda: not killed.is_running(), 20, "it is gone")  # noqa: B023
+            wait_until(lambda: answers_like(up, expected), 60, f"a new {name} serves", every=0.2)
+        assert up.log().count("it is started again") == 3
+        wait_until(lambda: len(root.children(recursive=True)) == 17, 20, "all processes are there, and none is left")
+
+
+def answers_like(server: Launched, expected: list[int]) -> bool:
+    try:
+        answer = asked(server)
+    except httpx.TransportError:
+        return False
+    return answer.status_code == 200 and answer.json()["output_ids"] == expected
