@@ -67,7 +67,7 @@ class ForwardedOutput:
         try:
             with write:
                 process = spawn(write)
-        except BaseException:
+        except BaseException:  # whatever it was: no thread will own this end
             read.close()
             raise
         prefix = f"{name:<10} | " if self._named_lines else ""
