@@ -29,7 +29,7 @@ Memory is held by:
 - (b) transfers that read or write here: they end, or their connection does. Memory of optional claims counts as such.
   Its sender has the KV, needs no memory to send it, and has a time limit;
 - (c) memory of prompts computed ahead of their hand-over and of KV offered for return. It can be revoked at once, and
-  is given up when a claim waits;
+  is given up when the first claim lacks memory;
 - (d) *reservations*: memory of incoming requests with a sender that has not begun.
 
 Memory of (a) to (c) is freed without needing memory elsewhere. Memory of (d) is not: the sender may itself wait for
