@@ -452,15 +452,22 @@ def test_forks_of_one_that_ends_with_its_first_token_begin_together(ends: str, o
     assert_all_returned(sim)
 
 
-def test_forks_of_one_that_failed_compute_the_prompt_one_after_the_other() -> None:
-    """What it computed is not cached. Of the others, each may be the first that does not fail."""
+def waiting_forks() -> tuple[list[Req], dict[str, Req], Forks]:
+    """Return a request with two forks that wait for it, the requests that live by rid, and the owner of the forks."""
     reqs = [
         Req.create(make_generate(f"a-{i}", range(9), fork_of="a-0" if i else ""), Route.LOCAL, ReqState.WAITING, 8, 1)
         for i in range(3)
     ]
-    living, given = {req.rid: req for req in reqs}, []
+    living = {req.rid: req for req in reqs}
     forks = Forks(living)
     assert all(map(forks.add, reqs[1:]))
+    return reqs, living, forks
+
+
+def test_forks_of_one_that_failed_compute_the_prompt_one_after_the_other() -> None:
+    """What it computed is not cached. Of the others, each may be the first that does not fail."""
+    reqs, living, forks = waiting_forks()
+    given: list[Req] = []
     reqs[0].state, reqs[0].computed = ReqState.FAILED, 9
     del living["a-0"]
     forks.release(given.append)
@@ -474,13 +481,8 @@ def test_forks_of_one_that_failed_compute_the_prompt_one_after_the_other() -> No
 
 def test_forks_of_an_incoming_request_that_has_ended_do_not_wait_for_its_kv() -> None:
     """Its first token came ahead of its KV, and ended it."""
-    reqs = [
-        Req.create(make_generate(f"a-{i}", range(9), fork_of="a-0" if i else ""), Route.LOCAL, ReqState.WAITING, 8, 1)
-        for i in range(3)
-    ]
-    living, given = {req.rid: req for req in reqs}, []
-    forks = Forks(living)
-    assert all(map(forks.add, reqs[1:]))
+    reqs, living, forks = waiting_forks()
+    given: list[Req] = []
     reqs[0].route, reqs[0].state, reqs[0].computed = Route.INCOMING, ReqState.FINISHED, 9
     del living["a-0"]
     forks.release(given.append)
