@@ -115,7 +115,7 @@ class Claims:
     ) -> None:
         self._waiting = waiting
         self._memory = memory
-        self._admission = admission
+        self.admission = admission
         self._running = running
         self.reservations: dict[str, Reservation] = {}
         """Memory of incoming requests, by rid, until their KV has arrived."""
@@ -203,18 +203,25 @@ class Claims:
         """Return the first eligible request with a claim that is not optional."""
         return next((req for req in self.eligible(now) if req.rid not in self._optional), None)
 
-    def reserve(self, req: Req, without: Collection[Reservation] = (), before: Sequence[Req] = ()) -> Reserve:
+    def reserve(
+        self,
+        req: Req,
+        without: Collection[Reservation] = (),
+        before: Sequence[Req] = (),
+        victims: Collection[Req] = (),
+    ) -> Reserve:
         """Return what must stay obtainable when ``req`` gets memory: slots for its and others' further output.
 
         That is nothing if ``req`` is alone, as it always fits. Nor is anything reserved if it computes and none runs
         here: peers may wait for it. ``without``: reservations that count as given back. ``before``: claims that are to
-        fit as well.
+        fit as well. ``victims``: running requests that count as retracted.
         """
-        holders = dict.fromkeys(self._running.values())
+        holders = dict.fromkeys(one for one in self._running.values() if one not in victims)
         reserved = [one.req for one in self.reservations.values() if one not in without]
         if not (holders or before) and (req.route is not Route.INCOMING or not reserved):
             return NO_RESERVE
-        output = self._admission.reserve(holders | dict.fromkeys(reserved), req, before)
+        given = self._memory.headroom.gives(victims).slots
+        output = self.admission.reserve(holders | dict.fromkeys(reserved), req, before, given=given)
         return Reserve(output).plus(self._memory.headroom.needs(before))
 
     # --- reservations ---

@@ -74,10 +74,10 @@ class StepPlanner:
         self.arriving: dict[str, Req] = {}
         self.budget = StepBudget.of(options, device, model, role)
         self.joint_start = JointStart(self.budget, model)
-        self.admission = Admission(memory, options.schedule_conservativeness)
-        self.claims = Claims(self.waiting, memory, self.admission, self.running)
+        admission = Admission(memory, options.schedule_conservativeness)
+        self.claims = Claims(self.waiting, memory, admission, self.running)
         threshold = options.priority_scheduling_preemption_threshold
-        self.retraction = Retraction(self.waiting, self.running, self.admission, self.claims, memory, threshold)
+        self.retraction = Retraction(self.waiting, self.running, self.claims, memory, threshold)
         self._turns = 0
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache by requests that compute the rest of their prompts here."""
@@ -216,7 +216,7 @@ class StepPlanner:
         """Remove a request that has ended from all queues and counts, and learn its output length."""
         self.forget(req.rid)
         self.claims.limit.ended(req.rid)
-        self.admission.learn(req)
+        self.claims.admission.learn(req)
         self.waiting.shares.goes(req.tenant)
 
     def forget(self, rid: str) -> None:

@@ -13,14 +13,12 @@ What the host tier will have of a request (``tiers.py``) need not be computed ag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from ..messages.outputs import Phase
-from .admission import Admission
 from .claims import Claims
 from .kv_memory import KVMemory
-from .memory_terms import NO_RESERVE, Reserve
 from .req import Req, ReqState, Route, hold_of
 from .waiting import WaitingQueue
 
@@ -35,14 +33,12 @@ class Retraction:
         self,
         waiting: WaitingQueue,
         running: dict[str, Req],
-        admission: Admission,
         claims: Claims,
         memory: KVMemory,
         threshold: int,
     ) -> None:
         self._waiting = waiting
         self._running = running
-        self._admission = admission
         self._claims = claims
         self._memory = memory
         self._threshold = threshold
@@ -79,22 +75,13 @@ class Retraction:
         headroom, rank = self._memory.headroom, self._waiting.rank(req)
         decoding = [r for r in self._running.values() if r.state is ReqState.RUNNING and not headroom.is_pinned(r)]
         below = [r for r in self.candidates(decoding) if self._waiting.rank(r) - rank > self._threshold]
-        if not below or not headroom.could_replace(below, req, self._reserve_without(below, req)):
+        if not below or not headroom.could_replace(below, req, self._claims.reserve(req, victims=below)):
             return
         while below and not headroom.could_admit(req, self._claims.reserve(req)):
             victim = self.choose(below)
             below.remove(victim)
             self.preemptions += 1
             self.retract(victim, now)
-
-    def _reserve_without(self, victims: Collection[Req], req: Req) -> Reserve:
-        """Return what ``Claims.reserve`` would return for ``req`` once ``victims`` had released their memory."""
-        left = [r for r in self._running.values() if r not in victims]
-        reserved = [one.req for one in self._claims.reservations.values()]
-        if not left and (req.route is not Route.INCOMING or not reserved):
-            return NO_RESERVE
-        given = self._memory.headroom.gives(victims).slots
-        return Reserve(self._admission.reserve([*left, *reserved], req, given=given))
 
     def retract(self, req: Req, now: float) -> None:
         """Release a running request's memory, and queue it again as a local request.

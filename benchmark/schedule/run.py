@@ -104,7 +104,7 @@ def _run(options: ScheduleBenchOptions, policy: TracePolicyName, rule: Rule, job
 
 def _use_ratio(instance: VirtualInstance, conservativeness: float) -> None:
     planner = instance.scheduler.planner
-    ratio = planner.admission = RatioAdmission(instance.scheduler.memory, conservativeness)
+    ratio = planner.claims.admission = RatioAdmission(instance.scheduler.memory, conservativeness)
     plan = planner.plan
 
     def counted(now: float) -> object:

@@ -127,3 +127,15 @@ def test_a_pool_that_no_request_fits_is_named(tmp_path, capsys):
     assert "no request fits a pool of" in capsys.readouterr().err
     assert run_schedule_bench(ScheduleBenchOptions(trace=trace, pool_tokens=256)) == 1
     assert "use more --pool-tokens" in capsys.readouterr().err
+
+
+def test_each_rule_of_admission_is_the_one_that_the_scheduler_follows(tmp_path):
+    """All outputs are short. A forecast learns that; the ratio keeps a share of what may be generated."""
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    write_trace(trace, [entry(i, [i]) for i in range(40)])
+    options = ScheduleBenchOptions(
+        trace=trace, pool_tokens=1024, policies=["fcfs"], admission=["forecast", "ratio"], output_json=out
+    )
+    assert run_schedule_bench(options) == 0
+    forecast, ratio = json.loads(out.read_text())
+    assert forecast["seconds"] < ratio["seconds"]

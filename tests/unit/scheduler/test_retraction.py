@@ -59,7 +59,7 @@ def test_the_first_in_order_takes_the_memory_of_a_prompt_in_progress(overlap: bo
 def test_the_first_is_never_retracted_though_outputs_are_longer_than_was_learned() -> None:
     sim = make_sim(max_total_tokens=256, schedule_conservativeness=1.0, max_running_requests=16)
     for _ in range(60):
-        sim.scheduler.planner.admission.lengths.learn(150, 2)
+        sim.scheduler.planner.claims.admission.lengths.learn(150, 2)
     old = comes(sim, "old", prompt_of(0, 20), 150)
     turn(sim, 4)
     count = 0
