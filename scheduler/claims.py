@@ -86,20 +86,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-import xxhash
-
 from .admission import Admission
 from .kv_memory import KVMemory
 from .memory_terms import NO_RESERVE, Reserve
 from .optional_claims import MOST_OPTIONAL, OptionalClaims
 from .req import Req, Route, hold_of
-from .reservations import Reservation, TransferLimit
+from .reservations import Reservation, Revocations, TransferLimit
 from .waiting import WaitingQueue
 
 STALL_SECONDS = 1.0
 """Minimum age in seconds of a reservation that is asked back because its sender has not begun."""
-MOST_DOUBLINGS = 4
-"""Maximum doublings of a request's patience: one for each time that it gave its memory back."""
 MOST_PASSED = 64
 """Computing claims, waiting for compute budget, that incoming claims may overtake in one tick.
 
@@ -127,8 +123,7 @@ class Claims:
         self._held_for: Req | None = None
         """The computing request for which memory is kept before all incoming claims."""
         self._held_until = -math.inf
-        self._revocations: dict[str, int] = {}
-        """How often a request has given its memory back, by rid."""
+        self._revocations = Revocations()
         self.limit = TransferLimit(memory, self.reservations)
         self.starved: Req | None = None
         """A request that decodes alone and cannot get its next page."""
@@ -152,7 +147,7 @@ class Claims:
         self._prefix_limits.pop(rid, None)
         self._optional.remove(rid)
         self._yields.pop(rid, None)
-        self._revocations.pop(rid, None)
+        self._revocations.forget(rid)
 
     def eligible(self, now: float, *, computing_only: bool = False) -> Iterator[Req]:
         """Yield the claims that could use memory at ``now``, in the order of grants, found as they are drawn.
@@ -345,16 +340,10 @@ class Claims:
         other = self._waiting.rank(one.req)
         return other > rank or (now - one.since >= one.patience and (other == rank or self.limit.applies))
 
-    def _patience(self, req: Req) -> float:
-        """Return the next ``Reservation.patience`` in seconds. It differs by rid, and doubles with each revocation."""
-        times = self._revocations.get(req.rid, 0)
-        chance: float = xxhash.xxh3_64_intdigest(f"{times} {req.rid}".encode()) / 2**64
-        return STALL_SECONDS * (1 + chance) * (1 << min(times, MOST_DOUBLINGS))
-
     def revoked(self, req: Req) -> None:
         """Queue the claim again after its reservation was given back. The caller has freed the memory."""
         reservation = self.reservations.pop(req.rid)
-        self._revocations[req.rid] = self._revocations.get(req.rid, 0) + 1
+        self._revocations.add(req.rid)
         self._waiting.add(req, reservation.lane)
 
     def _grant(self, req: Req, passed: Sequence[Req], now: float) -> bool:
@@ -365,7 +354,8 @@ class Claims:
         lane, rank = self._waiting.lane_of(req), self._waiting.rank(req)
         self._keep_yields(lambda other: self._waiting.rank(other) <= rank)
         self._waiting.remove(req.rid)
-        self.reservations[req.rid] = Reservation(req, req.rid in self._optional, self._patience(req), now, lane)
+        patience = STALL_SECONDS * self._revocations.patience(req.rid)
+        self.reservations[req.rid] = Reservation(req, req.rid in self._optional, patience, now, lane)
         return True
 
     def _fits(self, req: Req, gone: Collection[Reservation]) -> bool:

@@ -1,12 +1,20 @@
-"""Reservations: memory of incoming requests until their KV has arrived, and the limit of how much they may hold."""
+"""Reservations: memory of incoming requests until their KV has arrived.
+
+Also the limit of how much they may hold, and the count of how often requests have given theirs back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import xxhash
+
 from .kv_memory import KVMemory
 from .req import Req, Route, hold_of
+
+MOST_DOUBLINGS = 4
+"""Maximum doublings of a request's patience: one for each time that it gave its memory back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,3 +75,28 @@ class TransferLimit:
         is_within = slots <= memory.pool.max_total_tokens and len(others) + 2 <= memory.pool.num_rows
         given = sum(hold_of(one.req).window.committed for one in without)
         return is_within and memory.headroom.could_promise_one_more(req, given)
+
+
+class Revocations:
+    """Counts of how often requests have given their memory back, and the patience that follows from that."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        """Reservations that each request has given back, by rid."""
+
+    def add(self, rid: str) -> None:
+        """Count a reservation that was given back."""
+        self.counts[rid] = self.counts.get(rid, 0) + 1
+
+    def forget(self, rid: str) -> None:
+        """Forget a request that has ended."""
+        self.counts.pop(rid, None)
+
+    def patience(self, rid: str) -> float:
+        """Return the request's next ``Reservation.patience``, as a multiple of the least.
+
+        It differs by rid, and doubles with each revocation.
+        """
+        times = self.counts.get(rid, 0)
+        chance: float = xxhash.xxh3_64_intdigest(f"{times} {rid}".encode()) / 2**64
+        return (1 + chance) * (1 << min(times, MOST_DOUBLINGS))

@@ -228,7 +228,7 @@ class CrowdedRooms:
             [(priority, rid) for priority, _, rid in order],
             sorted(node.open),
             sorted(node.tokens.items()),
-            sorted(claims._revocations.items()),
+            sorted(claims._revocations.counts.items()),
         ]
 
     # --- what must hold ---
@@ -265,8 +265,8 @@ class CrowdedRooms:
                 continue
             if other.msg.priority <= one.req.msg.priority:
                 raise Violation(f"{node.epoch}: {one.req.rid} is asked back for {other.rid}, whose rank isn't higher")
-        if max(claims._revocations.values(), default=0) > MOST_GIVEN_BACK:
-            raise Violation(f"{node.epoch}: requests give their memory back in circles: {claims._revocations}")
+        if max(claims._revocations.counts.values(), default=0) > MOST_GIVEN_BACK:
+            raise Violation(f"{node.epoch}: requests give their memory back in circles: {claims._revocations.counts}")
 
     def _check_claims(self, node: Node) -> None:
         """Check that a waiting request lacks memory, and not because of a stalled reservation of lower rank."""

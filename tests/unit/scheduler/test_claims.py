@@ -13,7 +13,8 @@ from support.world.campaign import Campaign
 from support.world.node import HOST, Node
 
 from pdserve.messages.requests import Bootstrap, GenerateReq
-from pdserve.scheduler.claims import STALL_SECONDS, Claims
+from pdserve.scheduler.claims import STALL_SECONDS
+from pdserve.scheduler.reservations import Revocations
 
 
 def test_priorities_order_hand_overs_and_local_requests_alike() -> None:
@@ -221,7 +222,7 @@ def test_two_that_ask_each_other_for_memory_at_once_do_not_go_on_for_ever(seed: 
 
 
 def test_of_two_that_ask_each_other_in_the_same_moment_one_gives_back(monkeypatch) -> None:
-    monkeypatch.setattr(Claims, "_patience", lambda claims, req: STALL_SECONDS)
+    monkeypatch.setattr(Revocations, "patience", lambda revocations, rid: 1.0)
     c = BothWays(1, max_total_tokens=192)
     c.exchange("large", 120, 4)
     c.release()
