@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterator
-from typing import NamedTuple
 
 from ..messages.base import pack_i32
 from ..messages.outputs import Phase
@@ -28,10 +27,11 @@ from .options import SchedulerOptions
 from .policies.base import PolicyNeeds
 from .policies.make import make_policy
 from .prompt_pieces import PromptPieces
-from .req import Req, ReqState, Route, hold_of
+from .req import Req, ReqState, hold_of
 from .retraction import Retraction
 from .role import CurrentRole
 from .shared_prompts import MOST_A_TURN, SharedPrompts
+from .shortage import MemoryShortage
 from .step_budget import StepBudget
 from .step_builder import InFlightStep, RowUpdates, StepBuilder, StepEstimate
 from .waiting import WaitingQueue
@@ -44,13 +44,6 @@ class PlannedStep:
         self.message = message
         self.in_flight = in_flight
         self.prefilled = prefilled
-
-
-class Stuck(NamedTuple):
-    """A request that waits for memory held by no computing request. ``since``: ``time.monotonic()``."""
-
-    req: Req
-    since: float
 
 
 class StepPlanner:
@@ -78,16 +71,13 @@ class StepPlanner:
         self.claims = Claims(self.waiting, memory, admission, self.running)
         threshold = options.priority_scheduling_preemption_threshold
         self.retraction = Retraction(self.waiting, self.running, self.claims, memory, threshold)
+        self.shortage = MemoryShortage(self.waiting, self.running, self.claims, memory)
         self._turns = 0
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache by requests that compute the rest of their prompts here."""
         self.asked_tokens = 0
         self.hit_tokens = 0
         """Prompt tokens looked up in the prefix cache, on all routes, and how many were found."""
-        self.stuck: Stuck | None = None
-        """The request that cannot continue although no other request computes."""
-        self._short: Req | None = None
-        """The first decoding request in order, if no other can be retracted for the slot that it lacks."""
         self._memory = memory
         self._model = model
         self._rows = RowUpdates(memory)
@@ -97,6 +87,7 @@ class StepPlanner:
         """Plan the next step: admit waiting requests, retract others if slots are short. Return None if it is empty."""
         builder = StepBuilder()
         self.retraction.begin_plan()
+        self.shortage.begin_plan()
         for req in self.shared_prompts.ready():
             self.waiting.give_back(req)
         if self.waiting.has_ranks:
@@ -109,7 +100,7 @@ class StepPlanner:
         self._plan_prompts(pieces, now)
         allowance.add_copies(self._memory.tiers.copies.new_ms())
         prefilled = pieces.prefilled
-        self._note_stuck(now, nothing=not len(builder))
+        self.shortage.planned(now, nothing=not len(builder))
         if not len(builder):
             return None
         self._step_id += 1
@@ -126,26 +117,6 @@ class StepPlanner:
         for req in prefilled:
             self._rows.share(req)
         return PlannedStep(message, in_flight, prefilled)
-
-    def _note_stuck(self, now: float, *, nothing: bool) -> None:
-        """Set ``stuck`` to the request that lacks memory which only hand-overs can hold, or to None.
-
-        Such a request is the first that decodes, or the first that waits while none runs. ``nothing``: whether the
-        planned step is empty. A decoding request gets the next page that comes free, also while prompts are computed.
-        """
-        first = starved = None
-        if nothing and not self.running:
-            first = next(self.claims.eligible(now, computing_only=True), None)
-        elif nothing:
-            lacking = (r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens)
-            first = starved = min((r for r in lacking if not r.pending), key=self.waiting.precedence, default=None)
-        elif self._short is not None and not self._short.pending:
-            starved = self._short
-        self.claims.starved = starved
-        if first is None:
-            self.stuck = None
-        elif self.stuck is None or self.stuck.req is not first:
-            self.stuck = Stuck(first, now)
 
     def start_landed(self, req: Req, now: float) -> None:
         """Start a request after the KV of its first ``computed`` tokens has arrived.
@@ -236,23 +207,6 @@ class StepPlanner:
             req.lane = reservation.lane
         self.forget(req.rid)
 
-    def lacks_memory(self, now: float) -> bool:
-        """Return whether a decoding request lacks a slot, or the first claim can't have the memory that it waits for.
-
-        A claim counts as well if the transfer limit holds it up because others keep window pages.
-        """
-        if self.claims.starved is not None:
-            return True
-        headroom = self._memory.headroom
-        for req in (next(self.claims.eligible(now), None), self.claims.first(now)):
-            if req is None:
-                continue
-            if req.route is Route.INCOMING and not headroom.could_promise_one_more(req):
-                return True
-            if not headroom.could_admit(req, self.claims.reserve(req)):
-                return True
-        return False
-
     def decodes_now(self) -> StepShape:
         """Return the shape of a step in which each decoding request computes one token, without prompts."""
         decoding = [r for r in self.running.values() if r.state is ReqState.RUNNING]
@@ -261,10 +215,8 @@ class StepPlanner:
     def _plan_decodes(self, builder: StepBuilder, now: float) -> bool:
         """Add one token of each decoding request to the step. Retract requests if slots are short.
 
-        Return whether a request could not continue for lack of memory that hand-overs hold. The first in order is in
-        ``_short`` then, if it is one of them.
+        Return whether a request could not continue for lack of memory that hand-overs hold.
         """
-        self._short = None
         reqs = [r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens]
         reqs = self._memory.headroom.growable(reqs)
         is_short = False
@@ -278,7 +230,8 @@ class StepPlanner:
             # token under way. These end by themselves, except hand-overs with a writer that cannot be stopped and does
             # not stop, so the wait has a limit.
             if len(victims) == 1:
-                [self._short] = reqs
+                [lone] = reqs
+                self.shortage.lacks_slot(lone)
                 return True
             victim = self.retraction.choose(victims)
             if victim in reqs:

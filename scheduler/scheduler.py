@@ -257,7 +257,7 @@ class Scheduler:
 
         Hand-overs end by themselves and return their memory, except those with a writer that does not stop.
         """
-        stuck, limit = self.planner.stuck, self.options.disaggregation_queue_timeout
+        stuck, limit = self.planner.shortage.stuck, self.options.disaggregation_queue_timeout
         if stuck is not None and now - stuck.since > limit:
             text = f"hand-overs of other requests held the memory that this one needs for {limit:.0f} s"
             self.fail(stuck.req, 503, text, code=OVERLOADED)

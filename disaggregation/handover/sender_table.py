@@ -387,10 +387,10 @@ class SenderTable:
         """Free the memory of finished prompts that no decode has asked for, if other requests lack memory.
 
         Their rooms stay open. Each prompt is computed again later; what is still cached is reused. A request that waits
-        for its turn to be computed does not lack memory (``StepPlanner.lacks_memory``).
+        for its turn to be computed does not lack memory (``MemoryShortage.lacks_memory``).
         """
         done = [(s, s.first) for s in self.rooms.values() if s.state is SenderState.AHEAD and s.first is not None]
-        for sender, first in done if done and self._scheduler.planner.lacks_memory(now) else ():
+        for sender, first in done if done and self._scheduler.planner.shortage.lacks_memory(now) else ():
             sender.state, sender.first = SenderState.BOOTSTRAPPING, None
             self._scheduler.peer_requests.start_over(first.req)
 

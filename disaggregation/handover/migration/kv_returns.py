@@ -85,7 +85,7 @@ class KVReturns:
         """
         planner, memory = self._scheduler.planner, self._scheduler.memory
         spare = SPARE_PAGES * self._page_size * max(1, len(planner.running))
-        return memory.pool.obtainable < spare or planner.lacks_memory(self._now)
+        return memory.pool.obtainable < spare or planner.shortage.lacks_memory(self._now)
 
     # --- MigrationOwner ---
 

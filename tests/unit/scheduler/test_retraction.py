@@ -97,9 +97,9 @@ def test_a_prompt_for_a_peer_keeps_its_memory(is_first: bool, monkeypatch: pytes
     turn(sim, 30)
     assert (outgoing.state, outgoing.retractions) == (ReqState.SENDING, 0)
     planner = sim.scheduler.planner
-    assert (decoding.retractions, planner.claims.starved, planner.lacks_memory(sim.now)) == (0, decoding, True)
-    assert planner.stuck is not None
-    assert planner.stuck.req is decoding
+    assert (decoding.retractions, planner.claims.starved, planner.shortage.lacks_memory(sim.now)) == (0, decoding, True)
+    assert planner.shortage.stuck is not None
+    assert planner.shortage.stuck.req is decoding
     # While it lacks a page, no other request takes one that comes free.
     incoming = make_req(sim, "incoming", 4, leg="decode")
     planner.claims.add_incoming(incoming, 0, optional=False)
@@ -132,7 +132,7 @@ def test_a_prompt_that_another_user_pins_is_no_victim() -> None:
     new = comes(sim, "new", prompt_of(2, 88), 4)
     turn(sim)
     hold = sim.scheduler.memory.pinned.pin(new)
-    while not sim.scheduler.planner.lacks_memory(sim.now):
+    while not sim.scheduler.planner.shortage.lacks_memory(sim.now):
         sim.plan()
         sim.work()
     assert (old.retractions, new.retractions) == (0, 0)
