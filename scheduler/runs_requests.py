@@ -1,4 +1,4 @@
-"""The scheduler's interface to its own parts that admit requests, and that move them between instances."""
+"""The scheduler's interface to its own parts that admit requests, move them between instances, and end late ones."""
 
 from __future__ import annotations
 
@@ -55,6 +55,9 @@ class RunsRequests(Protocol):
 
     def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
         """End a request in ``state``, free its memory and send its client ``finish``, or nothing if that is None."""
+
+    def fail(self, req: Req, status: int, message: str, kind: str = "server_error", code: str | None = None) -> None:
+        """End a request because of a fault, and send its client its pending output and an error."""
 
     def leave(self, req: Req, state: ReqState) -> None:
         """Set a request to ``state``, in which it has ended, remove it from every queue and free its memory. Send

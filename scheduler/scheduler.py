@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable
 
 from ..mem_cache.kv_events import make_event_log
 from ..messages.base import unpack_i32
-from ..messages.error_codes import OVERLOADED
 from ..messages.outputs import FinishReason, FinishType, Phase, ReqError, ReqMeta, TokenLogprob
 from ..messages.requests import AbortReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
@@ -32,6 +31,7 @@ from .deadlines import Deadlines
 from .ended_requests import EndedRequests
 from .estimates.cost_model import make_cost_model
 from .estimator import Estimator
+from .expiry import Expiry
 from .forks import Forks
 from .grammars import PreparedGrammars
 from .handover import Handovers, NoHandovers
@@ -93,6 +93,7 @@ class Scheduler:
         next tick only. That tick should come at once.
         """
         self.arrivals, self.peer_requests = Arrivals(self), PeerRequests(self)
+        self._expiry = Expiry(self)
         self.handovers = make_handovers(self)
 
     @property
@@ -216,7 +217,7 @@ class Scheduler:
         """
         self.now = now
         obtainable = self.memory.pool.obtainable
-        self._expire(now)
+        self._expiry.end_late(now)
         self.forks.release(lambda req: self.enqueue(req, now))
         self.grammars.ask()
         self._move_pages(now)
@@ -228,7 +229,7 @@ class Scheduler:
                 self.send_output(req)
             self.outbox.all_to_worker(self.tiers.copies.take_before())
             if step is None:
-                self._end_stuck(now)
+                self._expiry.end_stuck(now)
                 break
             pushes = [self.handovers.take_computed_pages(req) for req in step.prefilled]
             step.message.pushes = [push for push in pushes if push is not None]
@@ -241,27 +242,6 @@ class Scheduler:
         """Send the worker the copies and KV checks that follow all steps planned so far."""
         self.outbox.all_to_worker(self.tiers.take(now))
         self.memory.debug.flush()
-
-    def _expire(self, now: float) -> None:
-        """End requests that have exceeded their ``timeout_s``."""
-        for req in self.deadlines.pop(now):
-            text = f"the request did not finish within its timeout_s of {req.msg.timeout_s:g} s"
-            if req.output_len and req.route is not Route.OUTGOING:
-                self.end(req, ReqState.ABORTED, FinishReason(FinishType.TIMEOUT, message=text))
-            else:
-                self.fail(req, 408, f"{text}, and had no output yet", "timeout_error")
-            self.handovers.cancel(req, text)
-
-    def _end_stuck(self, now: float) -> None:
-        """Fail a request that has lacked memory for longer than the queue timeout because hand-overs hold it.
-
-        Hand-overs end by themselves and return their memory, except those with a writer that does not stop.
-        """
-        stuck, limit = self.planner.shortage.stuck, self.options.disaggregation_queue_timeout
-        if stuck is not None and now - stuck.since > limit:
-            text = f"hand-overs of other requests held the memory that this one needs for {limit:.0f} s"
-            self.fail(stuck.req, 503, text, code=OVERLOADED)
-            self.handovers.cancel(stuck.req, text)
 
     def on_step_result(self, result: StepResult, now: float) -> None:
         """Record the result of the oldest step under way: append its tokens, send output, and end complete requests.
