@@ -90,8 +90,9 @@ from .admission import Admission
 from .kv_memory import KVMemory
 from .memory_terms import NO_RESERVE, Reserve
 from .optional_claims import MOST_OPTIONAL, OptionalClaims
-from .req import Req, Route, hold_of
-from .reservations import Reservation, Revocations, TransferLimit
+from .req import Req, Route
+from .reservations import Reservation, Revocations, TransferLimit, freed_by
+from .store_waits import StoreWaits
 from .waiting import WaitingQueue
 
 STALL_SECONDS = 1.0
@@ -118,6 +119,7 @@ class Claims:
         self._prefix_limits: dict[str, int] = {}
         """How many tokens of an incoming claim may come from the prefix cache, by rid."""
         self._optional = OptionalClaims(waiting)
+        self._store_waits = StoreWaits(waiting, memory.tiers.store)
         self._yields: dict[str, Req] = {}
         """The request that needs the memory of a reservation which was asked back, by the rid of the reservation."""
         self._held_for: Req | None = None
@@ -158,8 +160,9 @@ class Claims:
         yield from self._could_use_memory(now, computing_only=computing_only or self._is_held(now))
 
     def _could_use_memory(self, now: float, *, computing_only: bool = False) -> Iterator[Req]:
+        self._store_waits.end(now)
         for req in self._waiting.order(computing_only=computing_only):
-            if not (req.pending or self._memory.tiers.store.must_wait(req.rid, now) or self._is_yielding(req)):
+            if not (req.pending or self._store_waits.holds(req, now) or self._is_yielding(req)):
                 yield req
 
     def _first_computing(self, now: float) -> Req | None:
@@ -227,10 +230,9 @@ class Claims:
         None gets any while ``starved`` is set. Their KV is not shared with other requests before it was checked.
         """
         granted: list[Req] = []
-        if self._waiting.num_computing == len(self._waiting):
+        # Memory that comes free is for a starved request, which has no claim.
+        if self.starved is not None or self._waiting.num_computing == len(self._waiting):
             return granted
-        if self.starved is not None:
-            return granted  # memory that comes free is for that one, which has no claim
         while True:
             more = list(self._grant_in_order(now))
             granted += more
@@ -360,11 +362,7 @@ class Claims:
 
     def _fits(self, req: Req, gone: Collection[Reservation]) -> bool:
         """Return whether the request could have memory if the reservations ``gone`` were given back."""
-        memory, given = self._memory, NO_RESERVE
-        for one in gone:
-            hold = hold_of(one.req)
-            slots = memory.pool.pages_up(hold.kv_len - one.req.reused)
-            given = given.plus(Reserve(slots, hold.window.committed, rows=1))
+        memory, given = self._memory, freed_by(gone, self._memory.pool)
         if req is self.starved:
             return memory.pool.obtainable + given.slots >= memory.pool.page_size
         if req.route is not Route.INCOMING:

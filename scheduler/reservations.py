@@ -5,12 +5,14 @@ Also the limit of how much they may hold, and the count of how often requests ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import xxhash
 
 from .kv_memory import KVMemory
+from .kv_pool import KVPool
+from .memory_terms import NO_RESERVE, Reserve
 from .req import Req, Route, hold_of
 
 MOST_DOUBLINGS = 4
@@ -34,6 +36,16 @@ class Reservation:
     """The lane in which its claim waited: see ``WaitingQueue.lane_of``."""
     asked_back: bool = False
     """Whether the sender was asked to give the memory back, and has not answered that it has begun."""
+
+
+def freed_by(reservations: Iterable[Reservation], pool: KVPool) -> Reserve:
+    """Return the memory that becomes free if these reservations are given back. What they share stays."""
+    given = NO_RESERVE
+    for one in reservations:
+        hold = hold_of(one.req)
+        slots = pool.pages_up(hold.kv_len - one.req.reused)
+        given = given.plus(Reserve(slots, hold.window.committed, rows=1))
+    return given
 
 
 class TransferLimit:

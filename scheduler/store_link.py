@@ -51,6 +51,8 @@ WAIT_BASE, WAIT_PER_KILOTOKEN = 0.25, 0.1
 LEAST_WAIT = 0.05
 """Minimum seconds that the policy "auto" waits for a fetch that should be sooner: a busy machine is late by as much."""
 Worth = Callable[[int], float]
+FetchWatcher = Callable[[str], None]
+"""Called with the rid of a request when the fetch that it may wait for has ended."""
 
 
 def as_long_as_any(tokens: int) -> float:
@@ -90,6 +92,7 @@ class StoreLink:
         """Heap: when a request will have waited long enough for a fetch, and the id of the fetch."""
         self._fetching: dict[str, int] = {}
         self._insistent: set[str] = set()
+        self.fetch_watchers: list[FetchWatcher] = []
         self.backlog = StoreBacklog(host, counts, ids, self.tell_store, lambda hashes: self.kept.left(hashes))
         self.kept = KeptPages(self.backlog, self, lambda: next(ids))
         self.index = StoreIndex(page_bytes)
@@ -208,8 +211,12 @@ class StoreLink:
 
     def must_wait(self, rid: str, now: float) -> bool:
         """Return whether the request is not to be admitted yet, since a fetch may soon bring more of its KV."""
+        return now < self.waits_until(rid)
+
+    def waits_until(self, rid: str) -> float:
+        """Return when the request stops to wait for its fetch (``time.monotonic()``); -infinity without a fetch."""
         fetch = self._fetches.get(self._fetching.get(rid, 0))
-        return fetch is not None and now < fetch.asked_at + fetch.patience
+        return fetch.asked_at + fetch.patience if fetch is not None else -math.inf
 
     def forget(self, rid: str) -> None:
         """Forget a request that has ended or begun. Pages on their way for it are kept for others."""
@@ -290,6 +297,8 @@ class StoreLink:
         self.counts.fetch_seconds += event.seconds
         if self._fetching.get(fetch.rid) == event.id:
             del self._fetching[fetch.rid]
+            for ended in self.fetch_watchers:
+                ended(fetch.rid)
         # Pages that the host no longer has are dropped only now and then.
         if len(self._brought) > 2 * self._host.num_pages:
             self._brought = {page_hash for page_hash in self._brought if page_hash in self._host}
@@ -335,6 +344,7 @@ class NoStore:
         self.backlog = NoBacklog()
         self.kept = NoKeptPages()
         self.index = StoreIndex(1)
+        self.fetch_watchers: list[FetchWatcher] = []
 
     def drop(self, hashes: Iterable[bytes]) -> None:
         """Do nothing: there is no store that could have the pages."""
@@ -365,6 +375,10 @@ class NoStore:
     def must_wait(self, rid: str, now: float) -> bool:
         """Return False: no request waits for a store."""
         return False
+
+    def waits_until(self, rid: str) -> float:
+        """Return -infinity: no request waits for a store."""
+        return -math.inf
 
     def forget(self, rid: str) -> None:
         """Do nothing: no request is known here."""

@@ -8,7 +8,8 @@ decides which of them may have memory now.
 
 A request is queued → (parked → given back)* → removed. There are two ways of parking:
 
-- ``set_aside`` (for ``shared_prompts.py``): the request keeps its tenant's lane open, but is not tried.
+- ``set_aside`` (for ``shared_prompts.py`` and ``store_waits.py``): the request keeps its tenant's lane open, but is
+  not tried.
 - ``park`` (for ``optional_claims.py``): the request is only counted. It keeps no lane open.
 
 Parked requests add nothing to the cost of an order, however many there are. Nor do the lanes of incoming requests add
