@@ -105,8 +105,8 @@ class BasePrefixCache(ABC):
         """Return how many tokens ``match_prefix`` would find, without counting as a use or changing anything."""
 
     @abstractmethod
-    def peek_pinned(self, tokens: I32, extra_key: str = "", but: Collection[TreeNode] = ()) -> int:
-        """Return how many of the tokens that ``peek`` finds are pinned, without those in the nodes ``but``.
+    def peek_pinned(self, tokens: I32, extra_key: str = "", but: Collection[TreeNode] = ()) -> I32:
+        """Return the slots of those tokens that ``peek`` finds and that are pinned, without those in the nodes ``but``.
 
         A request with this prefix shares them, and what is obtainable stays the same.
         """

@@ -26,8 +26,8 @@ class ChunkCache(BasePrefixCache):
     def peek(self, tokens: I32, extra_key: str = "") -> int:
         return 0
 
-    def peek_pinned(self, tokens: I32, extra_key: str = "", but: Collection[TreeNode] = ()) -> int:
-        return 0
+    def peek_pinned(self, tokens: I32, extra_key: str = "", but: Collection[TreeNode] = ()) -> I32:
+        return NO_SLOTS
 
     def insert(self, tokens: I32, slots: I32, extra_key: str = "", priority: int = 0) -> int:
         return len(tokens)

@@ -120,11 +120,12 @@ class RadixCache(BasePrefixCache):
     def peek(self, tokens: I32, extra_key: str = "") -> int:
         return self.allocator.windows.usable([slots for _, slots in self._found(self._key(tokens), extra_key)])
 
-    def peek_pinned(self, tokens: I32, extra_key: str = "", but: Collection[TreeNode] = ()) -> int:
+    def peek_pinned(self, tokens: I32, extra_key: str = "", but: Collection[TreeNode] = ()) -> I32:
         found = self._found(self._key(tokens), extra_key)
-        pinned = sum(slots.size for node, slots in found if node.lock_ref and node not in but)
         # Pinned nodes come first, and of them those that several requests pin.
-        return min(pinned, self.allocator.windows.usable([slots for _, slots in found]))
+        pinned = [slots for node, slots in found if node.lock_ref and node not in but]
+        usable = self.allocator.windows.usable([slots for _, slots in found])
+        return np.concatenate(pinned)[:usable] if pinned else NO_SLOTS
 
     def _found(self, key: bytes, extra_key: str) -> list[tuple[TreeNode, I32]]:
         """Return the nodes that hold a prefix of ``key``, from the root down, and those of their slots that belong to

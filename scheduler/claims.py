@@ -16,7 +16,8 @@ share or policy, then by arrival. An eligible claim that does not fit holds up a
 - claims that are not *eligible*, which hold no memory. A retracted request's last token may be under way, a store may
   be about to bring KV, or the claim yields (rule 2);
 - for incoming claims only: computing claims that wait for a step's compute budget and not for memory. An incoming claim
-  gets memory only if they all fit beside it, with what is reserved for outputs;
+  gets memory only if they all fit beside it, with what is reserved for outputs. A prefix in use that they share is
+  counted once for all of them;
 - for computing claims only: incoming claims that the transfer limit (rule 1 below) holds up, which is not lack of
   memory. While memory is held (rule 3), all incoming ones are skipped.
 
@@ -84,9 +85,10 @@ end its rooms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 
-from .admission import Admission
+from .admission import NONE_BEFORE, Admission
+from .kv_headroom import PrefixesInUse
 from .kv_memory import KVMemory
 from .memory_terms import NO_RESERVE, Reserve
 from .optional_claims import MOST_OPTIONAL, OptionalClaims
@@ -205,14 +207,15 @@ class Claims:
         self,
         req: Req,
         without: Collection[Reservation] = (),
-        before: Sequence[Req] = (),
+        before: Mapping[Req, int] = NONE_BEFORE,
         victims: Collection[Req] = (),
     ) -> Reserve:
         """Return what must stay obtainable when ``req`` gets memory: slots for its and others' further output.
 
         That is nothing if ``req`` is alone, as it always fits. Nor is anything reserved if it computes and none runs
         here: peers may wait for it. ``without``: reservations that count as given back. ``before``: claims that are to
-        fit as well. ``victims``: running requests that count as retracted.
+        fit as well, with the tokens of a prefix that take no memory. ``victims``: running requests that count as
+        retracted.
         """
         holders = dict.fromkeys(one for one in self._running.values() if one not in victims)
         reserved = [one.req for one in self.reservations.values() if one not in without]
@@ -243,14 +246,16 @@ class Claims:
     def _grant_in_order(self, now: float) -> Iterator[Req]:
         """Grant the incoming claims in order, as far as computing ones before them still fit. Yield their requests."""
         self._end_yields(now)
-        passed = [self._held_for] if self._held_for is not None and self._is_held(now) else []
-        slots = 0
+        passed: dict[Req, int] = {}
+        in_use, slots = PrefixesInUse(self._memory.pool), 0
+        if self._held_for is not None and self._is_held(now):
+            passed[self._held_for] = in_use.add(self._held_for)
         for req in self._could_use_memory(now):
             if req is self._held_for:
                 continue
             if req.route is not Route.INCOMING:
-                passed.append(req)
-                slots += self._memory.pool.pages_up(req.known_len)
+                passed[req] = in_use.add(req)
+                slots += self._memory.pool.pages_up(req.known_len) - passed[req]
                 if len(passed) == MOST_PASSED or slots > self._memory.pool.obtainable:
                     break
             elif req.rid in self._optional:
@@ -348,7 +353,7 @@ class Claims:
         self._revocations.add(req.rid)
         self._waiting.add(req, reservation.lane)
 
-    def _grant(self, req: Req, passed: Sequence[Req], now: float) -> bool:
+    def _grant(self, req: Req, passed: Mapping[Req, int], now: float) -> bool:
         """Give an incoming claim memory if all claims in ``passed`` still fit beside it. Return whether it got some."""
         reserve = self.reserve(req, before=passed)
         if not self._memory.admit(req, reserve, prefix_limit=self._prefix_limits[req.rid], verified=False):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import numpy as np
 
 from ..mem_cache.tree_node import TreeNode
+from ..messages.base import I32
 from .kv_pool import KVPool
 from .memory_terms import NO_RESERVE, Reserve
 from .req import Req, hold_of
@@ -19,11 +22,11 @@ class KVHeadroom:
         self._pool = pool
         self._host = tiers.host
 
-    def needs(self, reqs: Iterable[Req]) -> Reserve:
-        """Return what requests without memory take if none of it is found cached."""
+    def needs(self, reqs: Mapping[Req, int]) -> Reserve:
+        """Return what requests without memory take, each with this many tokens of a prefix that takes none."""
         slots = window_pages = rows = 0
-        for req in reqs:
-            slots += self._pool.pages_up(req.known_len)
+        for req, shared in reqs.items():
+            slots += self._pool.pages_up(req.known_len) - shared
             window_pages += self._pool.windows.needs(req.most_tokens)
             rows += 1
         return Reserve(slots, window_pages, rows)
@@ -46,8 +49,7 @@ class KVHeadroom:
 
     def _shared_len(self, req: Req, but: Collection[TreeNode] = ()) -> int:
         """Return how many tokens of the request are cached and in use; those in the nodes ``but`` do not count."""
-        tokens = req.token_ids[: req.longest_reusable_prefix]
-        return self._pool.cache.peek_pinned(tokens, req.msg.extra_key, but)
+        return len(_slots_in_use(self._pool, req, but))
 
     def _fits(self, req: Req, reserve: Reserve, given: Reserve, shared: int) -> bool:
         pool = self._pool
@@ -121,3 +123,34 @@ class KVHeadroom:
             slots = self._pool.pages_up(self.private_len(req))
             given = given.plus(Reserve(slots, hold_of(req).window.committed, rows=1))
         return given
+
+
+class PrefixesInUse:
+    """Counts the cached prefixes that others keep in use, of requests that are to get memory one after the other.
+
+    A page counts once, for the first request that would share it. If no request uses it any more, it becomes
+    obtainable once. So all of the requests still fit if it is evicted before they get their memory.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._is_counted = np.zeros(pool.allocator.most_pages + 1, dtype=np.bool_)
+        """Whether each page was counted for a request, [P]."""
+
+    def add(self, req: Req) -> int:
+        """Return how many tokens of the request's prefix are in use and were not counted before. Count them.
+
+        It is 0 with windowed layers: a prefix in use may become useless for others when the windows move on.
+        """
+        if self._pool.has_windows:
+            return 0
+        size = self._pool.page_size
+        pages = _slots_in_use(self._pool, req)[::size] // size
+        new = len(pages) - int(np.count_nonzero(self._is_counted[pages]))
+        self._is_counted[pages] = True
+        return new * size
+
+
+def _slots_in_use(pool: KVPool, req: Req, but: Collection[TreeNode] = ()) -> I32:
+    """Return the slots of the request's cached prefix that others keep in use, without those in the nodes ``but``."""
+    return pool.cache.peek_pinned(req.token_ids[: req.longest_reusable_prefix], req.msg.extra_key, but)

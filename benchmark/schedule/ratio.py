@@ -6,9 +6,9 @@ well, and jumps up when a request had to be retracted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
-from ...scheduler.admission import Admission
+from ...scheduler.admission import NONE_BEFORE, Admission
 from ...scheduler.kv_memory import KVMemory
 from ...scheduler.req import Req
 
@@ -24,7 +24,9 @@ class RatioAdmission(Admission):
         self._floor = min(self._initial, FLOOR * conservativeness)
         self._ratio = self._initial
 
-    def reserve(self, reqs: Iterable[Req], newcomer: Req, before: Sequence[Req] = (), *, given: int = 0) -> int:
+    def reserve(
+        self, reqs: Iterable[Req], newcomer: Req, before: Mapping[Req, int] = NONE_BEFORE, *, given: int = 0
+    ) -> int:
         """Return the slots to reserve: a share of the output tokens that these requests may still generate.
 
         At most ``CLIP_TOKENS`` count for each request. A request counts once, even if it is given twice. What else is

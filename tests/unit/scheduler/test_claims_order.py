@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import msgspec
-from support.claims import both_ways, make_req
-from support.sim import SimInstance
+import pytest
+from support.claims import both_ways, make_req, prompt_of
+from support.sim import SimInstance, make_generate
 
 from pdserve.scheduler.claims import STALL_SECONDS
 from pdserve.scheduler.fairness import Tenant
-from pdserve.scheduler.req import Req, Route
+from pdserve.scheduler.req import Req, ReqState, Route
 
 
 def incoming(sim: SimInstance, rid: str, length: int, turn: float, *, priority: int = 0, outputs: int = 4) -> Req:
@@ -107,6 +108,46 @@ def test_a_computing_claim_that_a_hand_over_passes_still_fits_with_its_outputs()
     assert granted == small[: len(granted)]
     assert 0 < len(granted) < 20
     assert sim.scheduler.memory.headroom.could_admit(large, claims.reserve(large))
+
+
+SYSTEM = prompt_of(60, 96)
+"""What several prompts begin with."""
+
+
+def alike(sim: SimInstance, rid: str, turn: float, *, starts: bool = False) -> Req:
+    """Add a claim for a prompt that begins with ``SYSTEM``, or start it and cache that."""
+    prompt = SYSTEM + prompt_of(int(turn), 16)
+    message = msgspec.structs.replace(make_generate(rid, prompt, max_new_tokens=4), arrival=turn)
+    req = Req.create(message, Route.LOCAL, ReqState.WAITING, 4, 1)
+    sim.scheduler.planner.came(req)
+    sim.scheduler.planner.waiting.add(req)
+    if starts:
+        start(sim, req)
+        req.computed = len(SYSTEM)
+        sim.scheduler.memory.share(req, req.computed)
+    return req
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_prefix_in_use_counts_once_for_the_claims_that_a_hand_over_passes(*, ends: bool) -> None:
+    """All of them fit beside it, also if the prefix is evicted before they begin."""
+    sim = both_ways(max_total_tokens=304, schedule_conservativeness=0.01, max_running_requests=16)
+    runs = alike(sim, "runs", 0, starts=True)
+    passed = [alike(sim, f"passed-{turn}", turn) for turn in (1, 2)]
+    hand_overs = [incoming(sim, f"incoming-{turn}", 16, turn) for turn in (3, 4, 5, 6, 7, 8)]
+    claims, memory = sim.scheduler.planner.claims, sim.scheduler.memory
+    full = sum(memory.pool.pages_up(req.known_len) for req in passed)
+    assert full > memory.pool.obtainable
+    room = memory.pool.obtainable - (full - len(SYSTEM))
+    assert [req.rid for req in claims.grant_incoming(9.0)] == [req.rid for req in hand_overs[: room // 16]]
+    assert 0 < room // 16 < len(hand_overs)
+    if ends:
+        sim.scheduler.planner.forget("runs")
+        memory.finish(runs)
+        memory.pool.cache.reset()
+    for req in passed:
+        assert memory.admit(req, claims.reserve(req), prefix_limit=req.longest_reusable_prefix)
+        sim.scheduler.planner._admitted(req, 9.0)
 
 
 RANKS = {"enable_priority_scheduling": True, "schedule_conservativeness": 0.01}
