@@ -253,14 +253,13 @@ def test_keeper_takes_a_lost_lease_again_and_says_meanwhile_that_it_is_lost(star
     keeper = LeaseKeeper(make_registration("a", ttl=0.3), "127.0.0.1", lambda: server.port, SECRET)
     keeper.start()
     wait_until(lambda: client.get(server.url).status_code == 200)
-    assert keeper.lost(time.monotonic()) is None
+    # On a busy machine a renewal may come after the lease, and the registration counts as lost for that reason first.
+    wait_until(lambda: keeper.lost(time.monotonic()) is None)
     client.put(server.url, content=msgspec.json.encode(make_registration("b")))
-    wait_until(lambda: keeper.lost(time.monotonic()))
-    assert "replaced by a newer instance" in keeper.lost(time.monotonic())
+    wait_until(lambda: "replaced by a newer instance" in (keeper.lost(time.monotonic()) or ""))
     server.stop()
     start(server.port)  # it remembers nothing, so no epoch is over
-    wait_until(lambda: client.get(server.url).status_code == 200)
-    assert client.get(server.url).json()["epoch"] == "a"
+    wait_until(lambda: client.get(server.url).json().get("epoch") == "a")
     wait_until(lambda: keeper.lost(time.monotonic()) is None)
     keeper.stop()
     assert keeper.join(LIMIT)
