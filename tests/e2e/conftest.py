@@ -1,7 +1,8 @@
 """Shared by the end-to-end tests: the tiny model, and servers that several files use one after another.
 
-A shared server is started once by each worker that needs it. Every file gets it idle, with an empty cache, and returns
-it so. A test that kills, drains or reconfigures its server starts one of its own.
+A shared server is started once by each worker that needs it, and ends with the worker's last end-to-end test. Every
+file gets it idle, with an empty cache, and returns it so. A test that kills, drains or reconfigures its server starts
+one of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def tiny_args(tmp_path_factory) -> list[str]:
     return [str(folder) if arg == str(made) else arg for arg in args]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _alone(tmp_path_factory, tiny_args) -> Iterator[Launched]:
     # Tests read the ports and the maps of each process. Without the flag only root may.
     args = [*ONE_THREAD, *tiny_args, "--allow-core-dumps"]
@@ -45,7 +46,7 @@ def alone(_alone: Launched) -> Iterator[Launched]:
     assert_returned(_alone)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _small_pair(tmp_path_factory, tiny_args) -> Iterator[Pair]:
     pools = ("--chunked-prefill-size", "64", "--max-total-tokens", "4096", "--schedule-conservativeness", "0.3")
     quiet = "--disable-access-log"
@@ -62,7 +63,7 @@ def small_pair(_small_pair: Pair) -> Iterator[Pair]:
         assert_returned(server)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def secrets(tmp_path_factory) -> Path:
     """A folder of cluster secrets: ``ours``, and ``both``, which begins with another one."""
     folder = tmp_path_factory.mktemp("secrets")
@@ -71,7 +72,7 @@ def secrets(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _secret_pair(tmp_path_factory, tiny_args, secrets) -> Iterator[Pair]:
     ours, both = (["--cluster-secret-file", str(secrets / name)] for name in ("ours", "both"))
     tmp = tmp_path_factory.mktemp("secret-pair")

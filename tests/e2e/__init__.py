@@ -1,0 +1,1 @@
+"""End-to-end tests: a package, so that servers of its ``conftest.py`` end before unit tests begin."""
