@@ -18,8 +18,8 @@ from transformers import AutoConfig
 from pdserve.model_files.context_length import with_context, without_idle_windows
 from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_files.families.registry import spec_from_hf
+from pdserve.model_files.rope_frequencies import attention_factor, inverse_frequencies
 from pdserve.model_files.spec import ExpertsSpec, MLASpec, ModelSpec
-from pdserve.model_runner.ops.layers.rotary import attention_factor, inverse_frequencies
 
 
 def sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, context: int) -> dict[str, int]:
@@ -343,7 +343,7 @@ def test_ropes_and_windows_are_those_of_transformers(name: str) -> None:
     spec, config = spec_from_hf(raw), AutoConfig.for_model(**copy.deepcopy(raw))
     short = with_context(spec, min(spec.ropes[0].original_context or spec.context_length, spec.context_length))
     for rope, (inv_freq, scaling) in zip(short.ropes, frequencies(raw), strict=True):
-        torch.testing.assert_close(inverse_frequencies(rope), inv_freq)
+        torch.testing.assert_close(torch.from_numpy(inverse_frequencies(rope)), inv_freq)
         assert attention_factor(rope) == pytest.approx(scaling)
     window = config.sliding_window if hasattr(config, "sliding_window") else None
     types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * 99
