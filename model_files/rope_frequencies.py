@@ -24,7 +24,7 @@ def inverse_frequencies(rope: RopeSpec) -> F32:
     exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
     # In float64, and rounded: the nearest float32. NumPy's own power of float32 is not.
     powers = np.power(float(np.float32(rope.theta)), exponents.astype(np.float64)).astype(np.float32)
-    inv_freq = np.float32(1.0) / powers
+    inv_freq: F32 = np.float32(1.0) / powers
     match rope.type:
         case RopeType.LINEAR:
             inv_freq = inv_freq / np.float32(rope.factor)
@@ -37,7 +37,7 @@ def inverse_frequencies(rope: RopeSpec) -> F32:
     if rope.long_factors:
         raise ValueError("with_context() has not chosen between the short factors and the long ones")
     if rope.freq_factors:
-        inv_freq = inv_freq / np.array(rope.freq_factors, dtype=np.float32)
+        inv_freq = np.divide(inv_freq, np.array(rope.freq_factors, dtype=np.float32))
     return inv_freq
 
 
@@ -57,7 +57,8 @@ def _llama3(inv_freq: F32, rope: RopeSpec) -> F32:
     low, high = rope.low_freq_factor, rope.high_freq_factor
     turns = np.float32(rope.original_context) * (np.float32(1) / wavelength)
     blend = np.clip((turns - np.float32(low)) / np.float32(high - low), np.float32(0), np.float32(1))
-    return (np.float32(1) - blend) * inv_freq / np.float32(rope.factor) + blend * inv_freq
+    blended: F32 = (np.float32(1) - blend) * inv_freq / np.float32(rope.factor) + blend * inv_freq
+    return blended
 
 
 def _yarn(inv_freq: F32, rope: RopeSpec) -> F32:
@@ -79,4 +80,5 @@ def _yarn(inv_freq: F32, rope: RopeSpec) -> F32:
     # Where both are the same pair, the step from one to the other is a steep one.
     steps = (pairs - np.float32(first)) / np.float32(last - first or 0.001)
     stretch = np.clip(steps, np.float32(0), np.float32(1))
-    return stretch * inv_freq / np.float32(rope.factor) + (np.float32(1) - stretch) * inv_freq
+    stretched: F32 = stretch * inv_freq / np.float32(rope.factor) + (np.float32(1) - stretch) * inv_freq
+    return stretched

@@ -78,7 +78,8 @@ class WeightPacker:
         rounded to if weights are quantised. Raises ``MemoryError``.
         """
         self._library = load_library()
-        self._team = team
+        self.team = team
+        """Threads that pack."""
         lowered = lower(spec, dtype, vocab, activations)
         handle = self._library.pds_packer_new(
             lowered.model, lowered.layers, NATIVE_DTYPES[dtype], NATIVE_KV_DTYPES[kv_dtype], team.handle

@@ -150,14 +150,12 @@ def _choose_part(spec: ModelSpec, ranks: HostRanks | None, device: Device, optio
     return PartInSharedPool(spec, ranks)
 
 
-def _pack_here() -> WeightsSource:
+def _pack_here(threads: Threads) -> WeightsSource:
     # Imported here: a worker packs in another process.
-    import torch
-
     from ..weights_cache.cache import PrivateWeights
     from ..weights_cache.local_builder import LocalBuilder
 
-    return PrivateWeights(LocalBuilder(torch.get_num_threads()))
+    return PrivateWeights(LocalBuilder(threads.team_size))
 
 
 def _load_for_kernels(setup: Setup, native: Native, weights_source: WeightsSource | None) -> Loaded:
@@ -170,7 +168,7 @@ def _load_for_kernels(setup: Setup, native: Native, weights_source: WeightsSourc
     from .cpu import CpuEngine
 
     options, threads, shard = setup.options, setup.threads, native.part.shard
-    source = weights_source or _pack_here()
+    source = weights_source or _pack_here(threads)
     with setup.timed("weights"):
         dtypes = (setup.dtype, setup.kv_dtype)
         request = PackRequest(options, setup.source, native.spec, native.identity, shard, *dtypes, threads.node)

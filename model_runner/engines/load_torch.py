@@ -33,7 +33,6 @@ def load_for_torch(setup: Setup, native: Native, backend: str) -> Loaded:
         dtype: torch.dtype = getattr(torch, setup.dtype)
         loader = WeightLoader(
             *(options, setup.source, native.spec, native.identity, dtype, device.torch, part.shard),
-            is_native=False,
             find_group=partial(part.group, device.torch),
         )
         weights = loader.load()
@@ -58,7 +57,7 @@ def load_for_torch(setup: Setup, native: Native, backend: str) -> Loaded:
         pools, _ = maker.make(weights.nbytes, step_bytes, identity)
     with setup.timed("kernels"):
         engine = make_engine(pools)
-    found = (weights.quantization, weights.activations, weights.fingerprint)
+    found = (weights.quantization, None, weights.fingerprint)
     return Loaded(pools, engine, *found, weights.nbytes, step_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Fills a model's weights from a source, whatever the format."""
+"""Fills a model's weights from a source, whatever the format. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from ...model_files.errors import InvalidWeights
 from ...model_files.rope_order import row_order
 from ...model_files.sharding import Slice
 from ...model_files.spec import MLASpec, ModelSpec
 from ...model_files.tensor_names import Part, find_parts, is_draft, is_not_needed
 from ...runtime.progress import ProgressLog
+from .arrays import Array, is_float, take_rows, type_name
 from .latent import by_head, is_by_head
 from .samples import sample
 
@@ -27,8 +25,8 @@ class WeightSource(ABC):
     """Where weights come from."""
 
     @abstractmethod
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor once, on the CPU and of any float type, with the name that the engine has for it.
+    def tensors(self) -> Iterator[tuple[str, Array]]:
+        """Yield every tensor once, of any float type of ``arrays.py``, with the name that the engine has for it.
 
         Its rows are in the engine's order. A tensor without a known name keeps the one in the file, and the loader
         refuses it.
@@ -39,10 +37,10 @@ class Stored(NamedTuple):
     """A checkpoint's tensor. ``read``: all of it, or of a stack of matrices the one with that number."""
 
     shape: tuple[int, ...]
-    read: Callable[[int | None], Tensor]
+    read: Callable[[int | None], Array]
 
 
-def as_ours(spec: ModelSpec, name: str, stored: Stored) -> Iterator[tuple[str, Tensor]]:
+def as_ours(spec: ModelSpec, name: str, stored: Stored) -> Iterator[tuple[str, Array]]:
     """Yield the parts of the checkpoint's tensor ``name`` under the engine's names.
 
     A tensor that holds several is cut, and the rows of q and k are put in the engine's order. An unknown tensor keeps
@@ -62,43 +60,60 @@ def as_ours(spec: ModelSpec, name: str, stored: Stored) -> Iterator[tuple[str, T
         yield from _cut(spec, name, stored.read(expert), tuple(group))
 
 
-def _cut(spec: ModelSpec, name: str, tensor: Tensor, parts: tuple[Part, ...]) -> Iterator[tuple[str, Tensor]]:
+def _cut(spec: ModelSpec, name: str, values: Array, parts: tuple[Part, ...]) -> Iterator[tuple[str, Array]]:
     if parts[0].transposed:
-        tensor = tensor.T
+        values = values.T
     rows = sum(part.rows or 0 for part in parts)
-    if len(parts) > 1 and tensor.shape[0] != rows:
-        raise InvalidWeights(f"{name!r} has {tensor.shape[0]} rows, the config means {rows}")
+    if len(parts) > 1 and values.shape[0] != rows:
+        raise InvalidWeights(f"{name!r} has {values.shape[0]} rows, the config means {rows}")
     attention = spec.layers[int(parts[0].name.split(".")[1])].attention if is_by_head(parts) else None
     if isinstance(attention, MLASpec):
-        yield from by_head(attention, parts, tensor)
+        yield from by_head(attention, parts, values)
         return
     for part in parts:
-        values = tensor[part.where]
+        own = values[part.where]
         order = row_order(spec, part.name)
-        if order is not None and len(order) == values.shape[0]:
-            values = values[torch.from_numpy(order)]
+        if order is not None and len(order) == own.shape[0]:
+            own = take_rows(own, order)
         # Some files have a matrix of one row as a vector.
-        yield part.name, values[None] if values.dim() == 1 and part.name.endswith("shared_gate.weight") else values
+        yield part.name, own[None] if own.ndim == 1 and part.name.endswith("shared_gate.weight") else own
+
+
+class WeightPlace(ABC):
+    """Memory that takes a weight, or a rank's part of one."""
+
+    nbytes: int
+    dtype: str
+    """Name of the type that weights have there, such as "bfloat16"."""
+
+    @abstractmethod
+    def take(self, values: Array) -> None:
+        """Copy floats of the place's shape into it, and convert them to its type."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Fill the place with 0."""
 
 
 class Target(NamedTuple):
-    """What takes a tensor: ``view``, all of it or ``part``, of the ``shape`` that the checkpoint should have."""
+    """What takes a tensor: ``place``, all of it or ``part``, of the ``shape`` that the checkpoint should have."""
 
-    view: Tensor
-    shape: torch.Size
+    place: WeightPlace
+    shape: tuple[int, ...]
     part: Slice | None = None
 
-    def take(self, tensor: Tensor) -> None:
-        """Copy ``tensor``, the whole weight, or this rank's part of it into ``view``, converting its type.
+    def take(self, values: Array) -> None:
+        """Copy ``values``, the whole weight, or this rank's part of it into the place, converting its type.
 
-        An empty part fills the view with 0. Rows that are not taken are never read from a file that is mapped.
+        An empty part clears the place. Rows that are not taken are never read from a file that is mapped.
         """
-        if self.part is None:
-            self.view.copy_(tensor)
-        elif self.part.size:
-            self.view.copy_(tensor.narrow(self.part.axis, self.part.begin, self.part.size))
+        part = self.part
+        if part is None:
+            self.place.take(values)
+        elif part.size:
+            self.place.take(values[(*[slice(None)] * part.axis, slice(part.begin, part.begin + part.size))])
         else:
-            self.view.zero_()
+            self.place.clear()
 
 
 def load_weights(targets: Mapping[str, Target], source: WeightSource) -> dict[str, bytes]:
@@ -109,23 +124,23 @@ def load_weights(targets: Mapping[str, Target], source: WeightSource) -> dict[st
     """
     missing = dict(targets)
     samples = {}
-    progress = ProgressLog(log, "loading the weights", sum(target.view.nbytes for target in targets.values()))
-    for name, tensor in source.tensors():
+    progress = ProgressLog(log, "loading the weights", sum(target.place.nbytes for target in targets.values()))
+    for name, values in source.tensors():
         target = missing.pop(name, None)
         if target is None:
             if name in samples:
                 raise InvalidWeights(f"the checkpoint holds {name!r} under two names; convert it again")
             # A network of no size may lie in the file all the same.
-            if is_not_needed(name) or not tensor.numel():
+            if is_not_needed(name) or not values.size:
                 continue
             raise InvalidWeights(f"the checkpoint holds {name!r}, which its config does not account for")
-        if target.shape != tensor.shape:
-            raise InvalidWeights(f"{name!r} has shape {list(tensor.shape)}, the config means {list(target.shape)}")
-        if not tensor.is_floating_point():
-            raise InvalidWeights(f"{name!r} is of {str(tensor.dtype).removeprefix('torch.')}, not of a float type")
-        target.take(tensor)
-        samples[name] = sample(name, tensor, target.view.dtype)
-        progress.advance(target.view.nbytes)
+        if target.shape != values.shape:
+            raise InvalidWeights(f"{name!r} has shape {list(values.shape)}, the config means {list(target.shape)}")
+        if not is_float(values.dtype):
+            raise InvalidWeights(f"{name!r} is of {type_name(values.dtype)}, not of a float type")
+        target.take(values)
+        samples[name] = sample(name, values, target.place.dtype)
+        progress.advance(target.place.nbytes)
     if missing:
         raise InvalidWeights(f"the checkpoint lacks {len(missing)} tensors, {next(iter(missing))!r} among them")
     return samples

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
 from gguf import GGML_QUANT_SIZES
-from torch import Tensor
 
 from ...model_files.errors import InvalidWeights
 from ...model_files.sharding import Axis, Shard, Slice
 from ...model_files.spec import ExpertsSpec, MLASpec, MLPSpec, ModelSpec
+from .arrays import Array, float_type
 from .gguf_weights import GGUFMatrix, GGUFWeights
 from .quantized_blocks import FORMATS, HEAD_NAMES, BlockSource, BlockWeight
 from .samples import spread
@@ -47,7 +46,7 @@ class GGUFBlocks(BlockSource):
         self.identifying = self._names(known)
         self.nbytes = sum(self._nbytes(name, self._matrices[name]) for name in self.left_out)
 
-    def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
+    def find(self, names: Sequence[str], weight: Array) -> list[BlockWeight] | None:
         """Return this rank's blocks of each weight in ``names``, as in the file but with rows in the engine's order.
 
         ``names``: weights of one linear layer. Return None for a layer that is not served as blocks. A tied head comes
@@ -58,7 +57,7 @@ class GGUFBlocks(BlockSource):
         matrices = [(name, self._matrix(name)) for name in names]
         return [BlockWeight(FORMATS[m.kind], np.ascontiguousarray(self._part(name, m))) for name, m in matrices]
 
-    def check(self, shapes: Mapping[str, torch.Size]) -> None:
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ``InvalidWeights`` if a matrix served as blocks is not in ``shapes``, or has another shape there."""
         for name in self.left_out:
             shape = self._matrices[name].shape
@@ -71,14 +70,15 @@ class GGUFBlocks(BlockSource):
         """Add the format, shape and some bytes of the matrix ``name`` to ``digest``, to tell it from other weights."""
         matrix = self._matrices[name]
         digest.update(f"{matrix.kind.name}{matrix.shape}".encode())
-        rows, columns = (spread(size).numpy() for size in matrix.rows.shape)
+        rows, columns = (spread(size) for size in matrix.rows.shape)
         digest.update(matrix.rows[rows, columns].tobytes())
 
-    def log_summary(self, dtype: torch.dtype) -> None:
+    def log_summary(self, floats: str) -> None:
         """Log which matrices are served as blocks, and which quantised ones are not and how many MiB more they take.
 
-        ``dtype``: type of floats.
+        ``floats``: name of the type of floats.
         """
+        itemsize = float_type(floats).itemsize
         served, others = Counter[str](), Counter[str]()
         nbytes = cost = 0
         for group, is_served in self._served.items():
@@ -88,12 +88,12 @@ class GGUFBlocks(BlockSource):
                     nbytes += self._nbytes(name, matrix)
                 elif matrix.kind.name not in UNQUANTISED:
                     others[matrix.kind.name] += 1
-                    as_floats = matrix.shape[0] * matrix.shape[1] * dtype.itemsize
+                    as_floats = matrix.shape[0] * matrix.shape[1] * itemsize
                     cost += int((as_floats - matrix.rows.nbytes) * self._share(name, matrix))
-        floats, table = str(dtype).removeprefix("torch."), self._matrices[HEAD_NAMES[1]]
+        table = self._matrices[HEAD_NAMES[1]]
         line = (
             f"linear layers as the file's own blocks: {_listing(served)}, {nbytes / 2**20:.1f} MiB; the table of "
-            f"embeddings in {floats}: {table.shape[0] * table.shape[1] * dtype.itemsize / 2**20:.1f} MiB"
+            f"embeddings in {floats}: {table.shape[0] * table.shape[1] * itemsize / 2**20:.1f} MiB"
         )
         if others:
             line += f"; dequantised to {floats}: {_listing(others)}, {cost / 2**20:.1f} MiB more than as blocks"

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gguf
 import numpy as np
 import numpy.typing as npt
-import torch
 from gguf import GGMLQuantizationType
-from torch import Tensor
 
 from ...model_files.errors import UnsupportedModel
 from ...model_files.gguf_reader import GGUFFile, GGUFTensor
 from ...model_files.rope_order import Order, row_order
 from ...model_files.spec import ModelSpec
 from ...model_files.tensor_names import Part, find_parts
+from .arrays import FLOAT32, Array
 from .base import Stored, WeightSource, as_ours
-
-JOINED_BYTES = 1 << 16
-"""Maximum bytes of rows that are dequantised as one row."""
+from .dequantise import Dequantise, dequantise
 
 
 class GGUFMatrix(NamedTuple):
@@ -45,25 +41,38 @@ class GGUFMatrix(NamedTuple):
 class GGUFWeights(WeightSource):
     """The tensors of a GGUF file by our names."""
 
-    def __init__(self, path: Path, spec: ModelSpec, left_out: Container[str] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        spec: ModelSpec,
+        left_out: Container[str] = (),
+        types: Mapping[str, np.dtype[Any]] = {},
+        dequantise: Dequantise = dequantise,
+    ) -> None:
         """Open the GGUF file at ``path`` as weights of ``spec``.
 
-        ``left_out``: the engine's names of tensors that are not needed as floats. They are not dequantised.
+        ``left_out``: the engine's names of tensors that are not needed as floats. They are not dequantised. ``types``:
+        those that weights are rounded to afterwards, by the engine's names. Quantised ones are dequantised to them at
+        once; those without a type there to float32.
         """
         self._file = GGUFFile(path)
         self._spec = spec
         self._left_out = left_out
+        self._types = types
+        self._dequantise = dequantise
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Array]]:
         """Yield the file's tensors by the engine's names, dequantised one by one, except for those left out.
 
-        Raises ``UnsupportedModel`` for a quantisation that the gguf package can't undo.
+        Raises ``UnsupportedModel`` for a quantisation that can't be undone.
         """
         for name, tensor in self._file.tensors.items():
             parts = find_parts(self._spec, name)
             if parts and all(part.name in self._left_out for part in parts):
                 continue
-            stored = Stored(tensor.data.shape, partial(_read, tensor))
+            types = {self._types.get(part.name, FLOAT32) for part in parts}
+            read = partial(self._read, tensor, types.pop() if len(types) == 1 else FLOAT32)
+            stored = Stored(tensor.data.shape, read)
             for ours, part in as_ours(self._spec, name, stored):
                 if ours not in self._left_out:
                     yield ours, part
@@ -80,35 +89,19 @@ class GGUFWeights(WeightSource):
             if len(tensor.shape) == (2 if part.expert is None else 3)
         }
 
+    def _read(self, tensor: GGUFTensor, dtype: np.dtype[Any], expert: int | None) -> Array:
+        """Dequantise the tensor to ``dtype``, or only the matrix ``expert`` of a stack, as a stack would be large.
+
+        Raises ``UnsupportedModel``.
+        """
+        data = tensor.data if expert is None else tensor.data[expert]
+        try:
+            return self._dequantise(data, tensor.tensor_type, dtype)
+        except NotImplementedError as e:
+            raise UnsupportedModel(f"{tensor.name!r}: quantisation {tensor.tensor_type.name} is not supported") from e
+
 
 def _matrix(tensor: GGUFTensor, part: Part, order: Order | None) -> GGUFMatrix:
     data = tensor.data if part.expert is None else tensor.data[part.expert]
     rows = data[part.where]
     return GGUFMatrix(tensor.tensor_type, (len(rows), int(tensor.shape[0])), rows, order)
-
-
-def _read(tensor: GGUFTensor, expert: int | None) -> Tensor:
-    """Dequantise the tensor, or only the matrix ``expert`` of a stack, as a whole stack would be large.
-
-    Raises ``UnsupportedModel``.
-    """
-    data = tensor.data if expert is None else tensor.data[expert]
-    try:
-        values = _dequantise(data, tensor.tensor_type)
-    except NotImplementedError as e:
-        raise UnsupportedModel(f"{tensor.name!r}: quantisation {tensor.tensor_type.name} is not supported") from e
-    # Unquantised tensors are still the read-only file.
-    return torch.from_numpy(np.require(values, requirements=["C", "W"]))
-
-
-def _dequantise(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[Any]:
-    """Return the numbers of a matrix [N, ...]. Raises ``NotImplementedError`` for kinds that gguf can't dequantise.
-
-    gguf takes 16 rows at a time. Rows that lie one after another are joined, so that each piece is large enough.
-    """
-    rows = np.asarray(data)  # slices of a ``memmap`` cost several times those of a plain array
-    count, joined = len(rows), 1
-    while rows.ndim == 2 and count % (2 * joined) == 0 and 2 * joined * rows[0].nbytes <= JOINED_BYTES:
-        joined *= 2
-    values: npt.NDArray[Any] = gguf.dequantize(rows.reshape(count // joined, -1) if joined > 1 else rows, kind)
-    return values.reshape(count, -1) if joined > 1 else values

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
-from torch import Tensor
-
 from ...model_files.errors import InvalidWeights
 from ...model_files.spec import MLASpec
 from ...model_files.tensor_names import Part
+from .arrays import Array, as_bits
 
 BY_HEAD = ("k_b_proj", "v_b_proj")
 
@@ -25,18 +23,23 @@ def is_by_head(parts: Sequence[Part]) -> bool:
     return parts[0].name.split(".")[-2] in BY_HEAD
 
 
-def by_head(spec: MLASpec, parts: Sequence[Part], tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and values of the ``parts`` that a checkpoint's ``tensor`` holds, in the engine's layout.
+def by_head(spec: MLASpec, parts: Sequence[Part], values: Array) -> Iterator[tuple[str, Array]]:
+    """Yield the names and values of the ``parts`` that a checkpoint's tensor holds, in the engine's layout.
 
     ``parts``: k_b_proj, v_b_proj or both. A single one is a stack of matrices by head, and is flattened. Both are one
     kv_b_proj, and its number of rows must be right. Raises ``InvalidWeights`` for other dimensions.
     """
-    if tensor.dim() < 2 or (len(parts) > 1 and tensor.dim() != 2):
-        raise InvalidWeights(f"{parts[0].name!r} has shape {list(tensor.shape)}, which is no matrix")
+    if values.ndim < 2 or (len(parts) > 1 and values.ndim != 2):
+        raise InvalidWeights(f"{parts[0].name!r} has shape {list(values.shape)}, which is no matrix")
     if len(parts) == 1:
-        yield parts[0].name, tensor.flatten(0, -2)
+        yield parts[0].name, _flattened(values)
         return
-    heads = tensor.view(spec.heads, -1, tensor.shape[1])
-    keys, values = torch.split(heads, [spec.qk_nope_head_dim, spec.v_head_dim], 1)
-    yield parts[0].name, keys.transpose(1, 2).flatten(0, 1)
-    yield parts[1].name, values.flatten(0, 1)
+    heads = values.reshape(spec.heads, -1, values.shape[1])
+    keys = heads[:, : spec.qk_nope_head_dim]
+    yield parts[0].name, _flattened(keys.transpose(0, 2, 1))
+    yield parts[1].name, _flattened(heads[:, spec.qk_nope_head_dim :])
+
+
+def _flattened(heads: Array) -> Array:
+    """Return a stack of matrices, one below the other."""
+    return as_bits(heads).reshape(-1, heads.shape[-1]).view(heads.dtype)

@@ -16,6 +16,7 @@ from ...model_files.spec import ModelSpec
 from ..device.triton_support import triton_refusal
 from ..models.decoder import Decoder
 from ..options import WorkerOptions
+from .open_blocks import NOT_PACKED, choose_blocks
 from .packed_layers import PackedLayers
 from .packed_sources import CheckpointMatrices, DummyMatrices, PackedSource
 from .quantization import Quantization
@@ -28,35 +29,26 @@ MULTIPLIES_FP8 = (8, 9)
 
 
 def choose_quantization(
-    options: WorkerOptions,
-    source: ModelSource,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    is_torch: bool,
-    is_alone: bool,
+    options: WorkerOptions, source: ModelSource, device: torch.device, dtype: torch.dtype, *, is_alone: bool
 ) -> Quantization:
-    """Return the quantisation that ``--quantization`` means for this model and device. Raises ``UnsupportedModel``.
+    """Return the quantisation that ``--quantization`` means for this model and device, on the torch engine.
 
-    ``dtype``: type of the model. ``is_torch``: whether it runs on the torch engine. ``is_alone``: whether on one rank.
+    ``dtype``: type of the model. ``is_alone``: whether there is one rank. Raises ``UnsupportedModel``.
     """
-    as_packed = choose_packed(options.quantization, source, device, is_torch=is_torch, is_alone=is_alone)
+    as_packed = choose_packed(options.quantization, source, device, is_alone=is_alone)
     if as_packed is not None:
         return as_packed
-    if options.quantization != "auto":
-        return options.quantization
-    if source.kind != "gguf" or options.dtype != "auto" or options.load_format == "dummy":
+    chosen = choose_blocks(options, source)
+    if chosen == "none":
         return "none"
-    if not is_torch:
-        return "gguf"
+    if options.quantization != "auto":
+        raise UnsupportedModel(f"--quantization {chosen} needs the CPU kernels, which can't be used here")
     # Other instances may have kernels: the fingerprint keeps them from handing over to this one.
     log.warning("the GGUF's own blocks need the CPU kernels; it is served dequantised, in %s", dtype)
     return "none"
 
 
-def choose_packed(
-    asked: str, source: ModelSource, device: torch.device, *, is_torch: bool, is_alone: bool
-) -> AsPacked | None:
+def choose_packed(asked: str, source: ModelSource, device: torch.device, *, is_alone: bool) -> AsPacked | None:
     """Return how the files' packed weights are multiplied without dequantising; None if that is not to be done.
 
     "packed": activations stay as they are. "w8a8": they are rounded to FP8. ``asked``: value of ``--quantization``.
@@ -70,9 +62,7 @@ def choose_packed(
         return None
     reason = triton_refusal(device)
     if packing is None:
-        reason = "the model's files have no weights in FP8, AWQ, GPTQ or INT4"
-    elif not is_torch:
-        reason = "packed weights need --attention-backend torch, triton or flashinfer"
+        reason = NOT_PACKED
     elif asked == "w8a8" and not is_alone:
         reason = "a rank of --tp-size knows a part of a token's activations, and would round it by itself; take packed"
     elif asked == "w8a8" and packing.kind is not PackingKind.FP8:

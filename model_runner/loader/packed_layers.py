@@ -21,7 +21,8 @@ from ..ops.layers.linear import Linear, Product
 from ..ops.packed.matrices import Int4Matrix, PackedMatrix, join
 from ..ops.packed.weights import FP8Weight
 from .packed_sources import PackedSource
-from .samples import as_sample, spread
+from .samples import spread
+from .tensor_samples import as_sample
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class PackedLayers:
         for name in source.names - self.left_out - self._others.keys():
             self._others[name] = NO_PRODUCT
 
-    def fill(self, shapes: Mapping[str, torch.Size]) -> dict[str, bytes]:
+    def fill(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bytes]:
         """Read the packed weights of the chosen layers to the device.
 
         ``shapes``: those of the whole weights. Return values of each whole weight by name, for ``fingerprint``. They
@@ -139,9 +140,9 @@ class PackedLayers:
         unit = self._source.unit(name)
         return None if part.begin % unit == part.size % unit == 0 else f"a rank's columns are no blocks of {unit}"
 
-    def _read(self, name: str, shape: torch.Size) -> PackedMatrix:
+    def _read(self, name: str, shape: tuple[int, ...]) -> PackedMatrix:
         matrix = self._source.read(name, self._device)
-        if matrix.shape != tuple(shape):
+        if matrix.shape != shape:
             raise InvalidWeights(f"{name!r} has shape {list(matrix.shape)}, the config means {list(shape)}")
         return matrix
 
@@ -158,7 +159,7 @@ class PackedLayers:
         return matrix.take_columns(part.begin, part.end)
 
     def _sample(self, name: str, matrix: PackedMatrix) -> bytes:
-        rows, columns = (spread(size).to(self._device) for size in matrix.shape)
+        rows, columns = (torch.from_numpy(spread(size)).to(self._device) for size in matrix.shape)
         return as_sample(name, matrix.shape, matrix.elements(rows, columns), self._dtype)
 
 

@@ -6,5 +6,7 @@ from typing import Literal
 
 Quantization = Literal["none", "gguf", "int8", "int4", "packed", "w8a8"]
 """What ``--quantization`` comes to."""
+AsBlocks = Literal["none", "gguf", "int8", "int4"]
+"""Quantisations that the CPU kernels know."""
 QuantizedActivations = Literal["int16", "int8"]
 """What activations are rounded to before they are multiplied with blocks (``--quantized-activations``)."""

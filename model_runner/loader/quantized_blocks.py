@@ -1,4 +1,4 @@
-"""Weights in GGUF's block formats, for kernels that multiply with the blocks as they are.
+"""Weights in GGUF's block formats, for kernels that multiply with the blocks as they are. Imports no torch.
 
 A weight [N, K] is N rows of blocks of 32 or 256 weights. Rows can be put in any order; blocks stay whole.
 """
@@ -13,13 +13,12 @@ from typing import Literal, NamedTuple
 import gguf
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
 from gguf import GGMLQuantizationType
-from torch import Tensor
 
 from ...model_files.spec import ExpertsSpec, ModelSpec
 from ...model_files.tensor_names import EMBEDDING, HEAD
+from .arrays import Array, widen
 from .quantization import QuantizedActivations
 
 BLOCK = 32
@@ -63,14 +62,14 @@ class BlockSource(ABC):
     """What is served in their place."""
 
     @abstractmethod
-    def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
+    def find(self, names: Sequence[str], weight: Array) -> list[BlockWeight] | None:
         """Return the weights ``names`` of one linear layer as blocks, or None if the layer has to be dense.
 
         ``weight``: the same weights in a float type, [N, K]. It has no values if ``names`` are ``left_out``. Otherwise
         a source may round it.
         """
 
-    def check(self, shapes: Mapping[str, torch.Size]) -> None:
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ``InvalidWeights`` unless the weights in ``left_out`` have the model's ``shapes``.
 
         This default is for a source that leaves none out.
@@ -104,7 +103,7 @@ class RoundedBlocks(BlockSource):
     def __init__(self, bits: Literal[4, 8]) -> None:
         self._bits = bits
 
-    def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
+    def find(self, names: Sequence[str], weight: Array) -> list[BlockWeight] | None:
         """Round ``weight`` [N, K] to blocks of 4 bits (Q4_1) or 8 bits (Q8_0); the head always has 8 bits.
 
         ``names``: the weights of one linear layer, by which the head is known. Return None if K is not a multiple of
@@ -114,4 +113,4 @@ class RoundedBlocks(BlockSource):
             return None
         eight = self._bits == 8 or names[0] in HEAD_NAMES
         kind = GGMLQuantizationType.Q8_0 if eight else GGMLQuantizationType.Q4_1
-        return [BlockWeight(FORMATS[kind], gguf.quantize(weight.to(torch.float32).numpy(), kind))]
+        return [BlockWeight(FORMATS[kind], gguf.quantize(widen(weight), kind))]

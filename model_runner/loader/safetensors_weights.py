@@ -1,26 +1,26 @@
-"""Weights from the safetensors files of a Hugging Face folder."""
+"""Weights from the safetensors files of a Hugging Face folder. Imports torch to dequantise those that are packed."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+import numpy as np
 
 from ...model_files.checkpoint import checkpoint_files
-from ...model_files.errors import InvalidWeights, brief
-from ...model_files.packed_names import is_beside, packing_of, refuse_stray_scales, weight_name
+from ...model_files.errors import InvalidWeights
+from ...model_files.packed_names import is_beside, is_packed, packing_of, refuse_stray_scales, weight_name
 from ...model_files.spec import ModelSpec
 from ...model_files.tensor_names import EMBEDDING, HEAD, find_parts
+from ..torch_import import note_torch
+from .arrays import FLOAT8_E4M3FN, Array, as_bits, have_same_values, type_name
 from .base import Stored, WeightSource, as_ours
 from .mxfp4 import BLOCK_BYTES, BLOCKS, SCALES, dequantise
-from .packed_weights import unpacked
+from .safetensors_file import SafetensorsFile, opened
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class SafetensorsWeights(WeightSource):
                 self._packing.kind,
             )
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Array]]:
         """Yield the checkpoint's tensors by the engine's names, dequantising weights in MXFP4, FP8 and four bits.
 
         Those left out are skipped. If the config ties the head to the table of embeddings and the files have only the
@@ -57,19 +57,17 @@ class SafetensorsWeights(WeightSource):
         places = _places(self._files)
         copies = self._tied_copies(places)
         for file in self._files:
-            with _opened(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a dict
+            with opened(file) as tensors:
+                for name in tensors.names():
                     if places[name] != file or name in copies:
                         continue
                     if name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in places:
                         continue
                     if (self._packing is not None and is_beside(name)) or self._is_left_out(name):
                         continue
-                    tensor = tensors.get_tensor(name)
-                    if self._packing is not None:
-                        read = partial(_read, places=places, file=file, tensors=tensors)
-                        name, tensor = unpacked(name, tensor, self._packing, read)
-                    stored = _mxfp4(name, tensor, places) if name.endswith(BLOCKS) else _plain(tensor)
+                    read = partial(_read, places, file, tensors)
+                    name, values = self._unpacked(name, tensors.read(name), read)
+                    stored = _mxfp4(name, values, places) if name.endswith(BLOCKS) else _plain(values)
                     for ours, part in as_ours(self._spec, name, stored):
                         yield self._aliases.get(ours, ours), part
 
@@ -84,12 +82,31 @@ class SafetensorsWeights(WeightSource):
         if HEAD not in of or EMBEDDING not in of:
             return set()
         head, table = (_load(of[name], places[of[name]]) for name in (HEAD, EMBEDDING))
-        if not _has_same_values(head, table):
+        if not have_same_values(head, table):
             raise InvalidWeights(
                 f"{places[of[HEAD]]} holds {of[HEAD]!r} with other values than the embeddings, but the config ties the "
                 "two; set tie_word_embeddings to false in config.json to serve that head"
             )
         return {of[HEAD]}
+
+    def _unpacked(self, name: str, values: Array, read: Callable[[str], Array | None]) -> tuple[str, Array]:
+        """Return the weight's own name and its dequantised values, or both unchanged if they are not packed.
+
+        ``read`` returns a tensor by name, such as the scales, or None. Raises ``InvalidWeights``.
+        """
+        dtype = "F8_E4M3" if values.dtype == FLOAT8_E4M3FN else ""
+        if self._packing is None or not is_packed(name, dtype, self._packing):
+            return name, values
+        note_torch(f"weights in {self._packing.kind}, which are dequantised")
+        from .packed_weights import unpacked
+        from .tensors import to_array, to_tensor
+
+        def read_tensor(name: str) -> Any:
+            found = read(name)
+            return None if found is None else to_tensor(found)
+
+        weight, tensor = unpacked(name, to_tensor(values), self._packing, read_tensor)
+        return weight, to_array(tensor)
 
     def _is_left_out(self, name: str) -> bool:
         parts = find_parts(self._spec, weight_name(name))
@@ -103,52 +120,29 @@ def _places(files: Sequence[Path]) -> dict[str, Path]:
     """
     places: dict[str, Path] = {}
     for file in files:
-        with _opened(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a dict
+        with opened(file) as tensors:
+            for name in tensors.names():
                 first = places.setdefault(name, file)
-                if first != file and not _is_same(_load(name, first), tensors.get_tensor(name)):
+                if first != file and not _is_same(_load(name, first), tensors.read(name)):
                     raise InvalidWeights(
                         f"{first} and {file} hold {name!r} with different values; download the checkpoint again"
                     )
     return places
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def _is_same(one: Array, other: Array) -> bool:
     """Return whether both tensors have the same type, shape and bits."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return np.array_equal(*(as_bits(each).view(f"u{each.itemsize}") for each in (one, other)))
 
 
-def _has_same_values(one: Tensor, other: Tensor) -> bool:
-    """Return whether both tensors have the same shape and, whatever their types, exactly the same values."""
-    if one.shape != other.shape:
-        return False
-    wider = one.dtype if one.dtype == other.dtype else torch.promote_types(*map(_plain_type, (one, other)))
-    return torch.equal(one.to(wider), other.to(wider))
+def _load(name: str, file: Path) -> Array:
+    with opened(file) as tensors:
+        return tensors.read(name)
 
 
-def _plain_type(tensor: Tensor) -> torch.dtype:
-    """Return a type that holds all values of the tensor, and that torch has a common type with others for."""
-    return tensor.dtype if tensor.dtype.itemsize > 1 else torch.float32
-
-
-def _load(name: str, file: Path) -> Tensor:
-    with _opened(file) as tensors:
-        tensor: Tensor = tensors.get_tensor(name)
-    return tensor
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as e:
-        raise InvalidWeights(f"{file} can't be read: {brief(e)}; download it again") from e
-
-
-def _read(name: str, places: Mapping[str, Path], file: Path, tensors: Any) -> Tensor | None:
+def _read(places: Mapping[str, Path], file: Path, tensors: SafetensorsFile, name: str) -> Array | None:
     """Read the tensor ``name``, or return None if the files have none.
 
     ``places``: file of each tensor by name. ``tensors``: contents of the open ``file``, which mostly holds it. With
@@ -156,16 +150,15 @@ def _read(name: str, places: Mapping[str, Path], file: Path, tensors: Any) -> Te
     """
     if name not in places:
         return None
-    with nullcontext(tensors) if places[name] == file else _opened(places[name]) as own:
-        tensor: Tensor = own.get_tensor(name)
-    return tensor
+    with nullcontext(tensors) if places[name] == file else opened(places[name]) as own:
+        return own.read(name)
 
 
-def _plain(tensor: Tensor) -> Stored:
-    return Stored(tuple(tensor.shape), lambda expert: tensor if expert is None else tensor[expert])
+def _plain(values: Array) -> Stored:
+    return Stored(values.shape, lambda expert: values if expert is None else values[expert])
 
 
-def _mxfp4(name: str, blocks: Tensor, places: dict[str, Path]) -> Stored:
+def _mxfp4(name: str, blocks: Array, places: dict[str, Path]) -> Stored:
     """Return the MXFP4 weight of ``blocks`` and their scales, which is dequantised only when it is read.
 
     ``name``: the file's name of ``blocks``. ``places``: file of each tensor by name, where the scales are found. A
@@ -175,12 +168,13 @@ def _mxfp4(name: str, blocks: Tensor, places: dict[str, Path]) -> Stored:
     if scales_name not in places:
         raise InvalidWeights(f"the checkpoint lacks {scales_name!r}")
     scales = _load(scales_name, places[scales_name])
-    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
-        raise InvalidWeights(f"{name!r} and its scales are of {blocks.dtype} and {scales.dtype}, not of bytes")
+    kinds = type_name(blocks.dtype), type_name(scales.dtype)
+    if kinds != ("uint8", "uint8"):
+        raise InvalidWeights(f"{name!r} and its scales are of {kinds[0]} and {kinds[1]}, not of bytes")
     if blocks.shape[:-1] != scales.shape or blocks.shape[-1:] != (BLOCK_BYTES,):
         raise InvalidWeights(f"{name!r} has shape {list(blocks.shape)}, its scales {list(scales.shape)}")
 
-    def read(expert: int | None) -> Tensor:
+    def read(expert: int | None) -> Array:
         return dequantise(blocks, scales) if expert is None else dequantise(blocks[expert], scales[expert])
 
-    return Stored(tuple(blocks.shape), read)
+    return Stored(blocks.shape, read)

@@ -1,14 +1,16 @@
-"""Samples: values that stand for a tensor when checkpoints are told apart."""
+"""Samples: values that stand for a tensor when checkpoints are told apart. Imports no torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
 from ...model_files.tensor_names import EMBEDDING
+from .arrays import Array, as_bits, convert, float_type
 
 SAMPLES = 64
 OF_A_ROW = 4
@@ -17,37 +19,54 @@ OF_A_ROW = 4
 Adding tokens to a model may change their rows and nothing else, and the KV of prompts with them differs.
 """
 
+Indices = npt.NDArray[np.int64]
 
-def spread(size: int) -> Tensor:
-    """Return ``SAMPLES`` indices below ``size`` as int64.
+
+class SampledPlaces(NamedTuple):
+    """Where samples are taken in a tensor, seen as a matrix: all its rows, as long as its last dimension."""
+
+    rows: Indices
+    columns: Indices | None
+    """None: the tensor is a vector, or a number."""
+
+
+def spread(size: int) -> Indices:
+    """Return ``SAMPLES`` indices below ``size``.
 
     They go by a prime step, so that rows and columns don't move in lockstep.
     """
-    return torch.from_numpy(np.arange(SAMPLES, dtype=np.int64) * 7919 % size)
+    return np.arange(SAMPLES, dtype=np.int64) * 7919 % size
 
 
-def sample(name: str, tensor: Tensor, dtype: torch.dtype) -> bytes:
-    """Return bytes that tell ``tensor``, converted to ``dtype``, from others with its name.
+def sampled_places(name: str, shape: Sequence[int]) -> SampledPlaces:
+    """Return where to sample a tensor of the engine's ``name`` that has elements.
 
-    They are its name, shape, type and a few values; of the table of embeddings, some values of every row.
+    Of the table of embeddings, some values of every row are sampled.
     """
-    if tensor.numel() == 0:
-        return as_sample(name, tensor.shape, tensor, dtype)
-    view = tensor.reshape(-1) if tensor.dim() < 2 else tensor.flatten(0, -2)
-    if view.dim() == 2 and name.endswith(EMBEDDING):
-        rows = torch.arange(view.shape[0]).repeat_interleave(OF_A_ROW)
-        # By a prime step here, too; the values of one row lie apart.
-        columns = (rows * 7919 + torch.arange(len(rows)) % OF_A_ROW * (view.shape[1] // OF_A_ROW)) % view.shape[1]
-        return as_sample(name, tensor.shape, view[rows, columns], dtype)
-    rows = spread(view.shape[0])
-    found = view[rows] if view.dim() == 1 else view[rows, spread(view.shape[1])]
-    return as_sample(name, tensor.shape, found, dtype)
+    if len(shape) < 2:
+        return SampledPlaces(spread(math.prod(shape)), None)
+    height, width = math.prod(shape[:-1]), shape[-1]
+    if not name.endswith(EMBEDDING):
+        return SampledPlaces(spread(height), spread(width))
+    rows = np.repeat(np.arange(height, dtype=np.int64), OF_A_ROW)
+    # By a prime step here, too; the values of one row lie apart.
+    columns = (rows * 7919 + np.arange(len(rows)) % OF_A_ROW * (width // OF_A_ROW)) % width
+    return SampledPlaces(rows, columns)
 
 
-def as_sample(name: str, shape: Sequence[int], found: Tensor, dtype: torch.dtype) -> bytes:
-    """Return name, shape, type and the values ``found`` as bytes, for a tensor that is sampled elsewhere.
+def sample(name: str, values: Array, dtype: str) -> bytes:
+    """Return bytes that tell ``values``, converted to the type ``dtype``, from others with their name.
 
-    ``found``: its floats at the indices that ``spread`` gives for rows and columns.
+    They are name, shape, type and a few values.
     """
-    header = f"{name}{list(shape)}{dtype}".encode()
-    return header + found.to(dtype).contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    found = as_bits(values)
+    if values.size:
+        rows, columns = sampled_places(name, values.shape)
+        found = found.reshape(-1)[rows] if columns is None else found.reshape(-1, values.shape[-1])[rows, columns]
+    converted = convert(found.view(values.dtype), float_type(dtype))
+    return sample_header(name, values.shape, dtype) + converted.tobytes()
+
+
+def sample_header(name: str, shape: Sequence[int], dtype: str) -> bytes:
+    """Return what a sample begins with: name, shape and type of the tensor."""
+    return f"{name}{list(shape)}torch.{dtype}".encode()

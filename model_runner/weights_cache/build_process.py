@@ -1,4 +1,4 @@
-"""The process that packs a model's weights and exits: so torch stays out of the worker, which maps the result.
+"""The process that packs a model's weights and exits: what that needs stays out of the worker, which maps the result.
 
 It reads a ``PackOrder`` from its standard input and writes a ``PackAnswer`` to its standard output.
 """
@@ -120,7 +120,7 @@ def _build(order: PackOrder) -> PackAnswer:
         process = f"{options.disaggregation_mode}:{options.port} weights"
         setproctitle.setproctitle(f"pdserve {process}")
         configure_logging(process, options.log_level, options.log_format)
-        # Imported here: it imports torch.
+        # Imported here: it imports the readers of weights.
         from .build import build
 
         build(request, request.name().key, order.fd, order.threads)

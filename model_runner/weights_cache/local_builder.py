@@ -1,4 +1,4 @@
-"""Packs a model's weights in this process, which imports torch for it."""
+"""Packs a model's weights in this process."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ class LocalBuilder:
     threads: int = 1
 
     def build(self, request: PackRequest, fd: int) -> None:
-        """Load the model with torch in this process, and pack it into the empty file ``fd`` on ``threads`` threads."""
+        """Load the model in this process, and pack it into the empty file ``fd`` on ``threads`` threads."""
         build(request, request.name().key, fd, self.threads)

@@ -1,4 +1,4 @@
-"""Packs a loaded torch model for the CPU kernels, layer by layer.
+"""Packs a loaded model for the CPU kernels, layer by layer. Imports no torch.
 
 Each tensor's memory is given back once its packed form is written, so that the model never takes twice its memory.
 """
@@ -7,35 +7,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
-from torch.nn import functional
 
+from ...model_files.spec import RopeSpec
 from ...runtime.progress import ProgressLog
 from ..cpu_engine.native_engine import NormKind, VectorKind
 from ..cpu_engine.packed_model import Contents, PackedLinear, PackedModelWriter, PackedVector
+from ..cpu_engine.rotations import rotations
 from ..cpu_engine.structs import WeightPart
 from ..cpu_engine.weight_packer import LinearKind, LinearPlace, WeightPacker
+from ..loader.arrays import Array, as_bits, widen
+from ..loader.host_model import (
+    HostExperts,
+    HostLatentAttention,
+    HostLayer,
+    HostLinear,
+    HostMLP,
+    HostStack,
+)
+from ..loader.host_weights import HostWeights
 from ..loader.quantized_blocks import HEAD_NAMES
-from ..loader.weight_loader import Weights
-from ..models.decoder import Layer
-from ..models.experts import Experts
-from ..models.latent_attention import LatentAttention
-from ..models.mlp import MLP
-from ..ops.layers.expert_networks import StackedLinear
-from ..ops.layers.linear import Linear
-from ..ops.layers.rotary import RotaryEmbedding
 
 log = logging.getLogger(__name__)
 
 DENSE = 0
 """``Format::kDense`` of linear.h."""
-ROTATIONS = 1 << 14
-"""Number of positions to compute rotations of at once."""
 
 
 class ModelPacker:
@@ -44,7 +41,7 @@ class ModelPacker:
     Linear layers take their weights from the blocks that are beside the model, and from the model elsewhere.
     """
 
-    def __init__(self, weights: Weights, packer: WeightPacker, writer: PackedModelWriter) -> None:
+    def __init__(self, weights: HostWeights, packer: WeightPacker, writer: PackedModelWriter) -> None:
         self._weights = weights
         self._model = weights.model
         self._packer = packer
@@ -68,9 +65,7 @@ class ModelPacker:
             progress.advance(1)
         self._add_norm(NormKind.FINAL, 0, model.norm.scale)
         self._step_bytes += self._pack_weight(LinearPlace(LinearKind.HEAD, 0), model.lm_head, None, HEAD_NAMES[:1])
-        embedding = 0 if self._has_table_in_head() else self._writer.add(as_bytes(model.embed_tokens))
-        cpu, dim = torch.device("cpu"), model.spec.rotated_dim
-        ropes = [RotaryEmbedding(rope, dim, dtype=torch.float32, device=cpu) for rope in model.spec.ropes]
+        embedding = 0 if self._has_table_in_head() else self._writer.add(model.embed_tokens)
         return Contents(
             key=key,
             source=source,
@@ -82,7 +77,7 @@ class ModelPacker:
             norms=self._norms,
             vectors=self._vectors,
             embedding=embedding,
-            ropes=[self._add_rotations(rope, positions) for rope in ropes],
+            ropes=[self._add_rotations(rope, positions) for rope in model.spec.ropes],
             positions=positions,
         )
 
@@ -91,49 +86,50 @@ class ModelPacker:
         head, model = self._linears[-1], self._model
         return model.spec.tied_head and head.parts == [(model.spec.vocab_size, DENSE)]
 
-    def _pack_layer(self, i: int, layer: Layer) -> None:
+    def _pack_layer(self, i: int, layer: HostLayer) -> None:
         attention, mlp = layer.attention, layer.mlp
-        if isinstance(attention, LatentAttention):
+        if isinstance(attention, HostLatentAttention):
             self._pack_latent(i, attention)
         else:
             self._pack_linear(LinearKind.QKV, i, attention.qkv_proj, "q_proj", "k_proj", "v_proj")
             if attention.sinks is not None:
                 self._add_vector(VectorKind.SINKS, i, attention.sinks)
         self._pack_linear(LinearKind.O, i, attention.o_proj, "o_proj")
-        if isinstance(mlp, Experts):
+        if isinstance(mlp, HostExperts):
             self._pack_experts(i, mlp)
         else:
             self._pack_mlp(i, mlp)
         for kind, weight in _norms_of(layer):
             self._add_norm(kind, i, weight)
 
-    def _pack_latent(self, layer: int, attention: LatentAttention) -> None:
+    def _pack_latent(self, layer: int, attention: HostLatentAttention) -> None:
         first = attention.q_b_proj if attention.q_a_proj is None else attention.q_a_proj
-        weight, bias = torch.cat((first.weight, attention.kv_a_proj.weight)), None
+        weight, bias = stacked(first.weight, attention.kv_a_proj.weight), None
         if attention.kv_a_proj.bias is not None:
             # Queries that are projected at once have none.
-            above = torch.zeros(len(first.weight)) if first.bias is None else first.bias.float()
-            bias = torch.cat((above, attention.kv_a_proj.bias.float()))
-        give_back(first, attention.kv_a_proj)
+            above = np.zeros(len(first.weight), np.float32) if first.bias is None else widen(first.bias)
+            bias = stacked(above, widen(attention.kv_a_proj.bias))
+        first.give_back()
+        attention.kv_a_proj.give_back()
         names = ["q_proj" if attention.q_a_proj is None else "q_a_proj", "kv_a_proj"]
         names = [f"layers.{layer}.{name}.weight" for name in names]
         self._step_bytes += self._pack_weight(LinearPlace(LinearKind.QKV, layer), weight, bias, names)
         if attention.q_a_proj is not None:
             self._pack_linear(LinearKind.QB, layer, attention.q_b_proj, "q_b_proj")
         for kind, linear in ((LinearKind.KB, attention.k_b_proj), (LinearKind.VB, attention.v_b_proj)):
-            for head, rows in enumerate(linear.weight.chunk(attention.spec.heads)):
+            for head, rows in enumerate(np.split(linear.weight, attention.spec.heads)):
                 self._step_bytes += self._pack_dense(LinearPlace(kind, layer, head), rows, None)
-            give_back(linear)
+            linear.give_back()
 
-    def _pack_mlp(self, layer: int, mlp: MLP, of: str = "", expert: int = 0) -> None:
+    def _pack_mlp(self, layer: int, mlp: HostMLP, of: str = "", expert: int = 0) -> None:
         self._pack_linear(LinearKind.GATE_UP, layer, mlp.gate_up_proj, f"{of}gate_proj", f"{of}up_proj", expert=expert)
         self._pack_linear(LinearKind.DOWN, layer, mlp.down_proj, f"{of}down_proj", expert=expert)
 
-    def _pack_experts(self, layer: int, experts: Experts) -> None:
+    def _pack_experts(self, layer: int, experts: HostExperts) -> None:
         spec, router, bias = experts.spec, experts.router.weight, experts.router.bias
         if experts.shared_gate is not None:
-            router = torch.cat((router, experts.shared_gate))
-            bias = None if bias is None else functional.pad(bias, (0, 1))
+            router = stacked(router, experts.shared_gate)
+            bias = None if bias is None else np.pad(bias, (0, 1))
         self._pack_dense(LinearPlace(LinearKind.ROUTER, layer), router, bias)
         if experts.choice_bias is not None:
             self._add_vector(VectorKind.CHOICE_BIAS, layer, experts.choice_bias)
@@ -143,12 +139,12 @@ class ModelPacker:
             (LinearKind.DOWN, experts.down_proj, ("down_proj",)),
         ):
             nbytes += self._pack_stack(kind, layer, stack, parts)
-            give_back(stack)
+            stack.give_back()
         self._step_bytes += router.nbytes + nbytes * spec.chosen // spec.count
         if experts.shared is not None:
             self._pack_mlp(layer, experts.shared, "shared.", spec.count)
 
-    def _pack_stack(self, kind: LinearKind, layer: int, stack: StackedLinear, parts: Sequence[str]) -> int:
+    def _pack_stack(self, kind: LinearKind, layer: int, stack: HostStack, parts: Sequence[str]) -> int:
         """Pack and write the weight of each expert; return the bytes that they take.
 
         ``kind``: which of the experts' linear layers ``stack`` is. ``parts``: names of the projections that are fused
@@ -161,13 +157,13 @@ class ModelPacker:
             nbytes += self._pack_weight(LinearPlace(kind, layer, i), weight, bias, names)
         return nbytes
 
-    def _pack_linear(self, kind: LinearKind, layer: int, linear: Linear, *parts: str, expert: int = 0) -> None:
+    def _pack_linear(self, kind: LinearKind, layer: int, linear: HostLinear, *parts: str, expert: int = 0) -> None:
         names = [f"layers.{layer}.{part}.weight" for part in parts]
         place = LinearPlace(kind, layer, expert)
         self._step_bytes += self._pack_weight(place, linear.weight, linear.bias, names)
-        give_back(linear)
+        linear.give_back()
 
-    def _pack_weight(self, place: LinearPlace, weight: Tensor, bias: Tensor | None, names: Sequence[str]) -> int:
+    def _pack_weight(self, place: LinearPlace, weight: Array, bias: Array | None, names: Sequence[str]) -> int:
         """Pack and write a weight, or the quantised blocks that stand for it; return the bytes that it takes.
 
         ``place``: the linear layer that the weight is of. ``names``: the engine's names of the weights that are fused
@@ -180,12 +176,12 @@ class ModelPacker:
         parts = [WeightPart(part.blocks.ctypes.data, len(part.blocks), int(part.format)) for part in found]
         return self._add_linear(place, parts, bias)
 
-    def _pack_dense(self, place: LinearPlace, weight: Tensor, bias: Tensor | None) -> int:
-        rows = weight.contiguous()
-        return self._add_linear(place, [WeightPart(rows.data_ptr(), len(rows), DENSE)], bias)
+    def _pack_dense(self, place: LinearPlace, weight: Array, bias: Array | None) -> int:
+        rows = np.ascontiguousarray(weight)
+        return self._add_linear(place, [WeightPart(rows.ctypes.data, len(rows), DENSE)], bias)
 
-    def _add_linear(self, place: LinearPlace, parts: Sequence[WeightPart], bias: Tensor | None) -> int:
-        floats = None if bias is None else bias.float().contiguous().numpy()
+    def _add_linear(self, place: LinearPlace, parts: Sequence[WeightPart], bias: Array | None) -> int:
+        floats = None if bias is None else np.ascontiguousarray(widen(bias))
         packed = self._packer.pack(place, parts, floats)
         panels = self._writer.add(packed.panels)
         packed_bias = 0 if packed.bias is None else self._writer.add(packed.bias)
@@ -193,41 +189,28 @@ class ModelPacker:
         self._linears.append(PackedLinear(int(place.kind), place.layer, place.expert, described, panels, packed_bias))
         return packed.panels.nbytes
 
-    def _add_norm(self, kind: NormKind, layer: int, weight: Tensor) -> None:
-        self._norms.append(PackedVector(int(kind), layer, self._writer.add(weight.float().numpy())))
+    def _add_norm(self, kind: NormKind, layer: int, weight: Array) -> None:
+        self._norms.append(PackedVector(int(kind), layer, self._writer.add(widen(weight))))
 
-    def _add_vector(self, kind: VectorKind, layer: int, values: Tensor) -> None:
-        self._vectors.append(PackedVector(int(kind), layer, self._writer.add(values.float().numpy())))
+    def _add_vector(self, kind: VectorKind, layer: int, values: Array) -> None:
+        self._vectors.append(PackedVector(int(kind), layer, self._writer.add(widen(values))))
 
-    def _add_rotations(self, rope: RotaryEmbedding, positions: int) -> tuple[int, int]:
+    def _add_rotations(self, rope: RopeSpec, positions: int) -> tuple[int, int]:
         """Write the cosines and sines [positions, rotated_dim / 2] of ``rope``; return their offsets in the file."""
-        half = len(rope.inv_freq)
-        cosines, sines = (np.empty((positions, half), dtype=np.float32) for _ in range(2))
-        for begin in range(0, positions, ROTATIONS):
-            end = min(begin + ROTATIONS, positions)
-            rotation = rope.forward(torch.arange(begin, end))
-            # The second halves: those of the sines are not negated.
-            for rows, values in zip((cosines, sines), rotation, strict=True):
-                rows[begin:end] = values[:, 0, half:].numpy()
+        cosines, sines = rotations(rope, self._model.spec.rotated_dim, positions, self._packer.team)
         return self._writer.add(cosines), self._writer.add(sines)
 
 
-def as_bytes(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return a tensor's elements as bytes; NumPy has no bfloat16."""
-    return tensor.contiguous().view(torch.uint8).numpy()
+def stacked(above: Array, below: Array) -> Array:
+    """Return two arrays of one type, one below the other."""
+    return np.concatenate((as_bits(above), as_bits(below))).view(above.dtype)
 
 
-def give_back(*linears: Linear | StackedLinear) -> None:
-    """Free the floating-point weights of linear layers, after they were packed."""
-    for linear in linears:
-        linear.weight = linear.weight.new_empty(0)
-
-
-def _norms_of(layer: Layer) -> Iterator[tuple[NormKind, Tensor]]:
+def _norms_of(layer: HostLayer) -> Iterator[tuple[NormKind, Array]]:
     attention = layer.attention
     q_norm, k_norm = (
         (attention.q_a_norm, attention.kv_a_norm)
-        if isinstance(attention, LatentAttention)
+        if isinstance(attention, HostLatentAttention)
         else (attention.q_norm, attention.k_norm)
     )
     for kind, norm in (

@@ -24,10 +24,10 @@ from ..options import WorkerOptions
 
 PACKAGE = Path(__file__).parents[2]
 PACKING_CODE = tuple(
-    PACKAGE / folder
-    for folder in ("model_files", *(f"model_runner/{part}" for part in ("loader", "models", "ops", "cpu_engine")))
+    PACKAGE / place
+    for place in ("model_files", *(f"model_runner/{part}" for part in ("loader", "ops", "cpu_engine", "dtypes.py")))
 )
-"""Folders with the code that decides what the packed weights are, beside this one."""
+"""Folders and files with the code that decides what the packed weights are, beside this folder."""
 LIBRARIES = ("torch", "gguf", "safetensors", "numpy")
 """Packages that read, round or draw weights."""
 ROTATION_STEP = 1024
@@ -172,8 +172,8 @@ def _states(files: Iterable[Path]) -> Iterator[SourceFile]:
 def code_digest() -> str:
     """Return a digest of all Python sources that decide what the packed weights are."""
     digest = hashlib.sha256()
-    for folder in (*PACKING_CODE, Path(__file__).parent):
-        for file in sorted(folder.rglob("*.py")):
+    for place in (*PACKING_CODE, Path(__file__).parent):
+        for file in [place] if place.is_file() else sorted(place.rglob("*.py")):
             digest.update(str(file.relative_to(PACKAGE)).encode() + file.read_bytes())
     return digest.hexdigest()
 

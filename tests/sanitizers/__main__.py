@@ -25,8 +25,8 @@ COMMON = ("-O1", "-g", "-fno-omit-frame-pointer")
 ADDRESS = (*COMMON, "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-DPDSERVE_PARTS_APART")
 THREADS = (*COMMON, "-fsanitize=thread")
 KERNEL_TESTS = (
-    *("attention", "experts", "fuzz", "grid", "latent", "latent_engine", "layers", "linear", "memory", "ranks"),
-    *("reference", "sampling"),
+    *("attention", "conversion", "experts", "fuzz", "grid", "latent", "latent_engine", "layers", "linear", "memory"),
+    *("ranks", "reference", "rotations", "sampling"),
 )
 FILES = (*(f"test_kernels_{name}.py" for name in KERNEL_TESTS), "test_gguf_blocks.py", "test_native_steps.py")
 LIMITED = "test_after_a_pass_without_memory"

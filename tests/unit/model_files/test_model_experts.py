@@ -33,8 +33,13 @@ from pdserve.model_files.spec_reader import read_spec
 from pdserve.model_files.tensor_names import GGUF_EXPERTS, HF_EXPERTS, Part, find_parts
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
+from pdserve.model_runner.loader.arrays import copy_converted
+from pdserve.model_runner.loader.fill import Origin, fill_places
+from pdserve.model_runner.loader.fingerprint import fingerprint
 from pdserve.model_runner.loader.gguf_blocks import GGUFBlocks, linear_layers
-from pdserve.model_runner.loader.load import fingerprint, load_model_weights
+from pdserve.model_runner.loader.host_model import HostModel, weight_shapes
+from pdserve.model_runner.loader.host_weights import ArrayPlace
+from pdserve.model_runner.loader.load import load_model_weights
 from pdserve.model_runner.loader.mxfp4 import dequantise
 from pdserve.model_runner.loader.quantized_blocks import FORMATS, RoundedBlocks, has_whole_blocks
 from pdserve.model_runner.models.decoder import Decoder
@@ -127,7 +132,7 @@ def test_mxfp4_of_every_byte_and_every_exponent() -> None:
     scales = torch.arange(256, dtype=torch.uint8)[:-1]
     scales = torch.cat((scales, scales[:1])).view(16, 16)
     expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].T
-    assert torch.equal(dequantise(blocks, scales), expected)
+    assert torch.equal(torch.from_numpy(dequantise(blocks.numpy(), scales.numpy())), expected)
 
 
 def test_mxfp4_whose_scales_lie_in_another_file(tmp_path: Path) -> None:
@@ -261,7 +266,7 @@ def test_blocks_of_each_expert(ranks: int, tmp_path: Path) -> None:
             for network in (*(f"experts.{e}" for e in range(5)), "shared"):
                 gate, up, down = (f"layers.{i}.{network}.{part}_proj.weight" for part in ("gate", "up", "down"))
                 for names in ((gate, up), (down,)):
-                    found = blocks.find(names, torch.empty(0))
+                    found = blocks.find(names, np.empty(0))
                     assert found is not None
                     for name, part in zip(names, found, strict=True):
                         assert part.format == FORMATS[Kind.Q8_0]
@@ -278,11 +283,12 @@ def test_blocks_of_each_expert(ranks: int, tmp_path: Path) -> None:
 def test_blocks_are_not_loaded_as_floats_and_tell_files_apart(tmp_path: Path) -> None:
     path, spec = blocky(Kind.Q8_0, tmp_path)
     blocks = GGUFBlocks(path, spec)
-    weights = Decoder(spec, torch.float32, torch.device("cpu")).weights()
+    weights = HostModel(spec, "float32").weights()
     for view in weights.values():
-        view.fill_(float("nan"))
-    samples = load_model_weights(weights, ModelSource("gguf", path), spec, "auto", 0, blocks)
-    assert {name for name, view in weights.items() if view.isnan().all()} == blocks.left_out
+        view[...] = np.nan
+    places = {name: ArrayPlace(view, copy_converted) for name, view in weights.items()}
+    samples = fill_places(places, weight_shapes(spec), Origin(ModelSource("gguf", path), spec), blocks.left_out)
+    assert {name for name, view in weights.items() if np.isnan(view).all()} == blocks.left_out
     plain = fingerprint(spec, samples, "gguf", blocks)
 
     again = GGUFBlocks(path, spec)
@@ -290,9 +296,8 @@ def test_blocks_are_not_loaded_as_floats_and_tell_files_apart(tmp_path: Path) ->
     again._matrices |= {"layers.1.experts.0.down_proj.weight": other, "layers.1.experts.4.down_proj.weight": one}
     assert fingerprint(spec, samples, "gguf", again) != plain
     wrong = replace(spec, layers=tuple(replace(layer, mlp=_with_inner(layer.mlp, 32)) for layer in spec.layers))
-    shapes = {name: view.shape for name, view in Decoder(wrong, torch.float32, torch.device("meta")).weights().items()}
     with pytest.raises(InvalidWeights, match="the config means"):
-        blocks.check(shapes)
+        blocks.check(weight_shapes(wrong))
 
 
 def _with_inner(mlp: Any, inner: int) -> ExpertsSpec:
@@ -311,7 +316,7 @@ def test_kinds_without_kernels_are_dequantised(tmp_path: Path) -> None:
 def test_rounded_blocks_are_of_each_expert_s_own_matrix() -> None:
     torch.manual_seed(2)
     weight = torch.randn(2, 6, 64)
-    [found] = RoundedBlocks(8).find(["layers.0.experts.1.down_proj.weight"], weight[1]) or []
+    [found] = RoundedBlocks(8).find(["layers.0.experts.1.down_proj.weight"], weight[1].numpy()) or []
     torch.testing.assert_close(torch.from_numpy(gguf.dequantize(found.blocks, Kind.Q8_0)), weight[1], atol=0.02, rtol=0)
     spec = spec_from_hf(make_reference("qwen2-moe", **BLOCKY, moe_intermediate_size=64, head_dim=16).config.to_dict())
     assert not has_whole_blocks(spec)

@@ -15,14 +15,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from pdserve.model_files.errors import InvalidWeights
 from pdserve.model_files.model_path import ModelSource
+from pdserve.model_files.rope_frequencies import inverse_frequencies
 from pdserve.model_files.sharding import shard
 from pdserve.model_files.spec import ModelSpec, RopeType
 from pdserve.model_files.spec_reader import read_spec
 from pdserve.model_files.tensor_names import EMBEDDING, GGUF_LAYER
-from pdserve.model_runner.loader.load import fingerprint, load_model_weights
-from pdserve.model_runner.loader.samples import sample
+from pdserve.model_runner.loader.fingerprint import fingerprint
+from pdserve.model_runner.loader.load import load_model_weights
+from pdserve.model_runner.loader.tensor_samples import sample_tensor
 from pdserve.model_runner.models.decoder import Decoder
-from pdserve.model_runner.ops.layers.rotary import inverse_frequencies
 
 SHAPE = {
     "vocab_size": 1500,
@@ -108,7 +109,7 @@ def save_gguf(name: str, spec: ModelSpec, weights: dict[str, torch.Tensor], path
         writer.add_tensor(gguf_name(ours), data)
     if name == "llama":
         plain = inverse_frequencies(replace(rope, type=RopeType.DEFAULT))
-        writer.add_tensor("rope_freqs.weight", (plain / inverse_frequencies(rope)).numpy())
+        writer.add_tensor("rope_freqs.weight", plain / inverse_frequencies(rope))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -123,7 +124,7 @@ def test_gguf_equals_safetensors(name: str, tmp_path: Path) -> None:
     assert weights.keys() == hf_weights.keys()
     for key, tensor in weights.items():
         assert torch.equal(tensor, hf_weights[key]), key
-    torch.testing.assert_close(inverse_frequencies(spec.ropes[0]), inverse_frequencies(hf_spec.ropes[0]))
+    np.testing.assert_array_equal(inverse_frequencies(spec.ropes[0]), inverse_frequencies(hf_spec.ropes[0]))
     eps = pytest.approx(hf_spec.final_norm.eps)
     assert spec.final_norm.eps == eps
     assert (spec.vocab_size, spec.tied_head) == (hf_spec.vocab_size, hf_spec.tied_head)
@@ -205,7 +206,7 @@ def test_ranks_load_their_parts_and_know_the_whole(load_format: Literal["auto", 
 
 
 def printed(spec: ModelSpec, weights: dict[str, torch.Tensor]) -> str:
-    return fingerprint(spec, {name: sample(name, tensor, tensor.dtype) for name, tensor in weights.items()})
+    return fingerprint(spec, {name: sample_tensor(name, tensor, tensor.dtype) for name, tensor in weights.items()})
 
 
 def test_a_tied_head_is_compared_exactly(tmp_path: Path) -> None:

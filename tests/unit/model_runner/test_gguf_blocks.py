@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -17,10 +18,11 @@ from support.rank_threads import make_ranks, together
 from pdserve.model_files.errors import InvalidWeights
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import BuildError
+from pdserve.model_runner.cpu_engine.conversion import NativeConversion
 from pdserve.model_runner.cpu_engine.library import load_library
 from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
-from pdserve.model_runner.loader import gguf_blocks, gguf_weights
+from pdserve.model_runner.loader import gguf_blocks
 from pdserve.model_runner.loader.random_blocks import HALVES, random_blocks
 from pdserve.server.options import ServerOptions
 from tools.gguf_files.random_file import Size, kinds_of, write_random_gguf
@@ -191,14 +193,13 @@ def test_the_fingerprint_follows_every_matrix(tmp_path: Path) -> None:
 def test_only_what_is_needed_is_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "m.gguf", MIXES["Q4_K_M"])
     shapes = []
-    dequantise = gguf_weights._dequantise
+    dequantise = NativeConversion.dequantise
 
-    def record(data: np.ndarray, kind: Kind) -> np.ndarray:
-        # Not gguf's own function, which is given joined rows.
+    def record(self: NativeConversion, data: np.ndarray, *types: Any) -> np.ndarray:
         shapes.append(data.shape)
-        return dequantise(data, kind)
+        return dequantise(self, data, *types)
 
-    monkeypatch.setattr(gguf_weights, "_dequantise", record)
+    monkeypatch.setattr(NativeConversion, "dequantise", record)
     make_runner(path)
     # The table of embeddings; norms are a row each.
     assert [shape[0] for shape in shapes if len(shape) == 2] == [SIZE.vocab]

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from support.host_models import host_model
 from support.sampler_reference import make_row
 from support.sampling import few
 from torch import Tensor
@@ -47,8 +48,8 @@ from pdserve.model_runner.cpu_engine.weight_packer import WeightPacker
 from pdserve.model_runner.dtypes import dtype_name
 from pdserve.model_runner.kv.layout import KVShape, make_layout
 from pdserve.model_runner.kv.pool import KVPool, make_pool
+from pdserve.model_runner.loader.host_weights import HostWeights
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
-from pdserve.model_runner.loader.weight_loader import Weights
 from pdserve.model_runner.models.decoder import Decoder
 from pdserve.model_runner.sampling.native import NativeSampler
 from pdserve.model_runner.sampling.rows import host_rows
@@ -225,10 +226,10 @@ class Case(NamedTuple):
         )
 
     def packed(self, model: Decoder) -> PackedModel:
-        """Pack a model, which can't be used afterwards."""
+        """Pack a copy of a model."""
         dtype = model.embed_tokens.dtype
         name = dtype_name(dtype)
-        weights = Weights(model, None, "none", None, "fuzz", 0, dtype)
+        weights = HostWeights(host_model(model), None, "none", None, "fuzz", 0)
         fd = make_memory()
         try:
             writer, packer = PackedModelWriter(fd), WeightPacker(self.spec, name, name, Team(2, spin_us=1))

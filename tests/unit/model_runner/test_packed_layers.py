@@ -26,7 +26,8 @@ from pdserve.model_files.spec import ModelSpec
 from pdserve.model_files.spec_reader import read_spec
 from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.loader import open_packed
-from pdserve.model_runner.loader.load import fingerprint, load_model_weights
+from pdserve.model_runner.loader.fingerprint import fingerprint
+from pdserve.model_runner.loader.load import load_model_weights
 from pdserve.model_runner.loader.open_packed import choose_packed
 from pdserve.model_runner.loader.packed_layers import PackedLayers
 from pdserve.model_runner.loader.packed_sources import CheckpointMatrices, DummyMatrices
@@ -266,27 +267,26 @@ def test_they_stay_packed_where_triton_is_and_otherwise_it_is_logged(
     awq = packed_checkpoint(plain["qwen3"], tmp_path, "awq").source
     cuda, usual = torch.device("cuda"), ModelSource("hf", plain["qwen3"])
     monkeypatch.setattr(open_packed, "triton_refusal", lambda device: None)
-    assert choose_packed("auto", awq, cuda, is_torch=True, is_alone=True) == "packed"
-    assert choose_packed("packed", awq, CPU, is_torch=True, is_alone=False) == "packed"
+    assert choose_packed("auto", awq, cuda, is_alone=True) == "packed"
+    assert choose_packed("packed", awq, CPU, is_alone=False) == "packed"
     for asked, source, device, is_alone in (
         ("auto", awq, CPU, True),
         ("auto", usual, cuda, True),
         ("none", awq, cuda, True),
     ):
-        assert choose_packed(asked, source, device, is_torch=True, is_alone=is_alone) is None
-    for asked, source, is_torch, is_alone, message in (
-        ("packed", usual, True, True, "no weights in FP8, AWQ, GPTQ or INT4"),
-        ("packed", awq, False, True, "--attention-backend torch"),
-        ("w8a8", awq, True, False, "a rank of --tp-size knows a part"),
-        ("w8a8", awq, True, True, "in AWQ, not in FP8"),
+        assert choose_packed(asked, source, device, is_alone=is_alone) is None
+    for asked, source, is_alone, message in (
+        ("packed", usual, True, "no weights in FP8, AWQ, GPTQ or INT4"),
+        ("w8a8", awq, False, "a rank of --tp-size knows a part"),
+        ("w8a8", awq, True, "in AWQ, not in FP8"),
     ):
         with pytest.raises(UnsupportedModel, match=f"--quantization {asked}: .*{message}"):
-            choose_packed(asked, source, cuda, is_torch=is_torch, is_alone=is_alone)
+            choose_packed(asked, source, cuda, is_alone=is_alone)
     monkeypatch.setattr(open_packed, "triton_refusal", lambda device: "no Triton")
-    assert choose_packed("auto", awq, cuda, is_torch=True, is_alone=True) is None
+    assert choose_packed("auto", awq, cuda, is_alone=True) is None
     assert "can't stay packed: no Triton" in caplog.text
     with pytest.raises(UnsupportedModel, match="no Triton"):
-        choose_packed("packed", awq, cuda, is_torch=True, is_alone=True)
+        choose_packed("packed", awq, cuda, is_alone=True)
 
 
 def test_ranks_with_their_parts_compute_what_one_does(plain, tmp_path: Path, monkeypatch) -> None:

@@ -28,7 +28,7 @@ from pdserve.model_runner.cpu_engine.packed_model import (
 )
 from pdserve.model_runner.cpu_engine.weight_memory import CHUNK, check_room, make_memory, map_file, take_memory
 from pdserve.model_runner.device.cpu import CpuDevice
-from pdserve.model_runner.loader.weight_loader import WeightLoader
+from pdserve.model_runner.loader.host_weights import HostLoader
 from pdserve.model_runner.weights_cache.cache import PrivateWeights
 from pdserve.model_runner.weights_cache.local_builder import LocalBuilder
 from pdserve.model_runner.weights_cache.model_packer import ModelPacker
@@ -179,18 +179,23 @@ def test_each_layer_is_given_back_when_it_is_packed(rig: Rig, monkeypatch: pytes
     """Else start-up would take twice the weights."""
     held: list[int] = []
     loaded: list[Any] = []
-    real_load, real_pack = WeightLoader.load, ModelPacker._pack_layer
+    real_load, real_pack = HostLoader.load, ModelPacker._pack_layer
 
-    def load(self: WeightLoader) -> Any:
+    def load(self: HostLoader) -> Any:
         loaded.append(real_load(self))
         return loaded[-1]
 
     def pack_layer(self: ModelPacker, i: int, layer: Any) -> None:
         real_pack(self, i, layer)
-        linears = loaded[0].model.linears().values()
-        held.append(sum(linear.weight.untyped_storage().nbytes() for linear in linears))
+        linears = [
+            linear
+            for each in loaded[0].model.layers
+            for linear in (each.attention.qkv_proj, each.attention.o_proj, each.mlp.gate_up_proj, each.mlp.down_proj)
+        ]
+        held.append(sum(linear.weight.nbytes for linear in linears))
+        assert all(linear.weight.base is None for linear in linears)
 
-    monkeypatch.setattr(WeightLoader, "load", load)
+    monkeypatch.setattr(HostLoader, "load", load)
     monkeypatch.setattr(ModelPacker, "_pack_layer", pack_layer)
     rig.load()
     layers = CONFIG["num_hidden_layers"]

@@ -27,7 +27,7 @@ MODULES = {
         "pdserve.disaggregation.handover.process",
         "pdserve.model_runner.process",
         "pdserve.disaggregation.transfer.process",
-        # Imports torch when it knows that there is something to pack.
+        # Imports the readers of weights when it knows that there is something to pack.
         "pdserve.model_runner.weights_cache.build_process",
     ),
 }

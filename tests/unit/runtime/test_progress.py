@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from support.machine import limit
 from support.processes import wait_until
 from support.web_server import Connection, web_server
@@ -22,7 +22,9 @@ from support.web_server import Connection, web_server
 from pdserve.model_files import download_log
 from pdserve.model_files.download_log import DownloadLog
 from pdserve.model_runner.cpu_engine import build
+from pdserve.model_runner.loader.arrays import Array, copy_converted
 from pdserve.model_runner.loader.base import Target, WeightSource, load_weights
+from pdserve.model_runner.loader.host_weights import ArrayPlace
 from pdserve.runtime import progress
 from pdserve.runtime.progress import ProgressLog
 
@@ -64,12 +66,13 @@ def test_a_line_every_few_seconds_and_none_at_the_end(said: Callable[[], list[st
 @pytest.mark.usefixtures("at_once")
 def test_loading_counts_bytes(said: Callable[[], list[str]]) -> None:
     class Source(WeightSource):
-        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-            yield "small", torch.ones(10)
-            yield "big", torch.ones(30)
+        def tensors(self) -> Iterator[tuple[str, Array]]:
+            yield "small", np.ones(10, np.float32)
+            yield "big", np.ones(30, np.float32)
 
-    sizes = {"big": torch.empty(30), "small": torch.empty(10)}
-    load_weights({name: Target(tensor, tensor.shape) for name, tensor in sizes.items()}, Source())
+    sizes = {"big": np.empty(30, np.float32), "small": np.empty(10, np.float32)}
+    targets = {name: Target(ArrayPlace(view, copy_converted), view.shape) for name, view in sizes.items()}
+    load_weights(targets, Source())
     assert said() == ["loading the weights: 25 % after 0 s"]
 
 
