@@ -24,11 +24,15 @@ class NativeFloat(IntEnum):
     FLOAT16 = 2
 
 
-SOURCES = {FLOAT32: NativeFloat.FLOAT32, BFLOAT16: NativeFloat.BFLOAT16, np.dtype(np.float16): NativeFloat.FLOAT16}
+SOURCES: dict[np.dtype[Any], NativeFloat] = {
+    FLOAT32: NativeFloat.FLOAT32,
+    BFLOAT16: NativeFloat.BFLOAT16,
+    np.dtype(np.float16): NativeFloat.FLOAT16,
+}
 """Types that the kernels convert from."""
-RESULTS = {FLOAT32: NativeFloat.FLOAT32, BFLOAT16: NativeFloat.BFLOAT16}
+RESULTS: dict[np.dtype[Any], NativeFloat] = {FLOAT32: NativeFloat.FLOAT32, BFLOAT16: NativeFloat.BFLOAT16}
 """Types that they convert to."""
-STORED = {
+STORED: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F32: FLOAT32,
     GGMLQuantizationType.F16: np.dtype(np.float16),
     GGMLQuantizationType.BF16: BFLOAT16,
@@ -47,7 +51,7 @@ class NativeConversion:
     def copy(self, values: Array, out: Array) -> None:
         """Copy floats to ``out``, of the same shape, and convert them to its type."""
         is_known = values.dtype in SOURCES and out.dtype in RESULTS and out.flags.c_contiguous
-        if values.dtype == out.dtype or not is_known:
+        if values.dtype == out.dtype or not is_known or not out.size:
             copy_converted(values, out)
             return
         dense = np.ascontiguousarray(as_bits(values))
@@ -60,7 +64,8 @@ class NativeConversion:
         Raises ``NotImplementedError`` for kinds that neither the kernels nor gguf can dequantise.
         """
         if kind in STORED:
-            return rows.view(STORED[kind])
+            stored: Array = rows.view(STORED[kind])
+            return stored
         if kind not in FORMATS or dtype not in RESULTS:
             return dequantise(rows, kind, dtype)
         dense, (weights, nbytes) = np.ascontiguousarray(rows), GGML_QUANT_SIZES[kind]

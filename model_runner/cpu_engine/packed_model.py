@@ -169,14 +169,16 @@ class PackedModelWriter:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        # One buffer for all chunks: a new one would be cleared, page by page, each time.
+        self._chunk = memoryview(bytearray(CHUNK))
         # The place of the header stays empty until all the rest is there.
-        self._chunk = bytearray(BODY)
+        self._filled = BODY
         self._written = 0
         self._digest = xxhash.xxh3_128()
 
     @property
     def _end(self) -> int:
-        return self._written + len(self._chunk)
+        return self._written + self._filled
 
     def add(self, values: npt.NDArray[Any]) -> int:
         """Append an array to the file, padded to the alignment, and return its offset there."""
@@ -197,16 +199,17 @@ class PackedModelWriter:
     def _append(self, data: memoryview) -> None:
         self._digest.update(data)
         while data:
-            taken = data[: CHUNK - len(self._chunk)]
-            self._chunk += taken
+            taken = data[: len(self._chunk) - self._filled]
+            self._chunk[self._filled : self._filled + len(taken)] = taken
+            self._filled += len(taken)
             data = data[len(taken) :]
-            if len(self._chunk) == CHUNK:
+            if self._filled == len(self._chunk):
                 self._flush()
 
     def _flush(self) -> None:
-        rest = memoryview(self._chunk)
+        rest = self._chunk[: self._filled]
         while rest:
             count = os.pwrite(self._fd, rest, self._written)
             self._written += count
             rest = rest[count:]
-        self._chunk = bytearray()
+        self._filled = 0

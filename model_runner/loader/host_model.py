@@ -71,7 +71,7 @@ class HostStack:
 
         ``names``: those of the projections, from the top.
         """
-        found = {}
+        found: dict[str, Array] = {}
         for kind, stack in (("weight", self.weight), ("bias", self.bias)):
             if stack is None:
                 continue
@@ -149,7 +149,7 @@ class HostLatentAttention:
         else:
             linears |= {"q_a_proj": self.q_a_proj, "q_b_proj": self.q_b_proj}
         linears |= {"k_b_proj": self.k_b_proj, "v_b_proj": self.v_b_proj}
-        found = {}
+        found: dict[str, Array] = {}
         for name, linear in linears.items():
             found |= linear.weights(f"{prefix}.{name}")
         found[f"{prefix}.kv_a_norm.weight"] = self.kv_a_norm.weight

@@ -134,7 +134,8 @@ def _is_same(one: Array, other: Array) -> bool:
     """Return whether both tensors have the same type, shape and bits."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return np.array_equal(*(as_bits(each).view(f"u{each.itemsize}") for each in (one, other)))
+    first, second = (as_bits(each).view(f"u{each.itemsize}") for each in (one, other))
+    return np.array_equal(first, second)
 
 
 def _load(name: str, file: Path) -> Array:

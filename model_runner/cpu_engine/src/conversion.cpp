@@ -19,39 +19,39 @@ float half_to_float(const uint8_t* bytes) {
   return floats[0];
 }
 
-// A piece of numbers of any type as float32.
+// Numbers that are widened at once.
 constexpr int64_t kPiece = 256;
 
-void read(FloatType type, const uint8_t* in, int64_t count, float* out) {
-  switch (type) {
-    case FloatType::kFloat32: std::memcpy(out, in, count * sizeof(float)); return;
-    case FloatType::kBFloat16:
-      for (int64_t i = 0; i < count; ++i) {
-        bf16 value;
-        std::memcpy(&value, in + i * 2, 2);
-        out[i] = to_float(value);
-      }
-      return;
-    case FloatType::kFloat16:
-      int64_t i = 0;
-      for (; i + kColumns <= count; i += kColumns) store(out + i, load_halves(in + i * 2));
-      for (; i < count; ++i) out[i] = half_to_float(in + i * 2);
+void widen(FloatType type, const uint8_t* in, int64_t count, float* out) {
+  int64_t i = 0;
+  if (type == FloatType::kFloat16) {
+    for (; i + kColumns <= count; i += kColumns) store(out + i, load_halves(in + i * 2));
+    for (; i < count; ++i) out[i] = half_to_float(in + i * 2);
+    return;
+  }
+  for (; i < count; ++i) {
+    bf16 value;
+    std::memcpy(&value, in + i * 2, 2);
+    out[i] = to_float(value);
   }
 }
 
-template <class T>
-void write(const float* values, int64_t count, T* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(values[i]);
+// As to_bf16, but without a branch, so that the compiler takes many at once.
+void round(const float* values, int64_t count, bf16* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, values + i, sizeof bits);
+    const uint32_t nan = bits >> 16 | 0x40, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    out[i].bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
+  }
 }
 
-template <class T>
-void convert_piece(FloatType from, const uint8_t* in, T* out, int64_t count) {
-  const int64_t size = from == FloatType::kFloat32 ? 4 : 2;
-  float values[kPiece];
-  for (int64_t i = 0; i < count; i += kPiece) {
-    const int64_t own = std::min(kPiece, count - i);
-    read(from, in + i * size, own, values);
-    write(values, own, out + i);
+// Numbers [first, first + count) of `out`.
+void write(const float* values, FloatType to, void* out, int64_t first, int64_t count) {
+  if (to == FloatType::kBFloat16) {
+    round(values, count, static_cast<bf16*>(out) + first);
+  } else {
+    std::memcpy(static_cast<float*>(out) + first, values, count * sizeof(float));
   }
 }
 
@@ -76,63 +76,58 @@ void dequantise_run(const uint8_t* block, int run, float d, float m, float* out)
   }
 }
 
-template <Format F, class T>
-void dequantise_piece(const uint8_t* blocks, int64_t count, T* out) {
+// Blocks `own` of those at `blocks`.
+template <Format F>
+void dequantise(const uint8_t* blocks, Range own, FloatType to, void* out) {
   constexpr BlockShape s = block_shape(F);
   float values[kRun];
-  for (int64_t b = 0; b < count; ++b, blocks += s.file_bytes) {
-    const uint8_t* halves = halves_of(F, blocks);
+  for (int64_t b = own.begin; b < own.end; ++b) {
+    const uint8_t *block = blocks + b * s.file_bytes, *halves = halves_of(F, block);
     const float d = half_to_float(halves), m = s.halves == 2 ? half_to_float(halves + 2) : 0.0f;
-    for (int run = 0; run < s.runs; ++run, out += kRun) {
-      dequantise_run<F>(blocks, run, d, m, values);
-      write(values, kRun, out);
+    for (int run = 0; run < s.runs; ++run) {
+      dequantise_run<F>(block, run, d, m, values);
+      write(values, to, out, (b * s.runs + run) * kRun, kRun);
     }
   }
 }
 
-template <class T>
-void dequantise_piece(Format format, const uint8_t* blocks, int64_t count, T* out) {
+using Dequantise = void (*)(const uint8_t*, Range, FloatType, void*);
+
+Dequantise choose(Format format) {
   switch (format) {
-    case Format::kQ4_0: return dequantise_piece<Format::kQ4_0>(blocks, count, out);
-    case Format::kQ4_1: return dequantise_piece<Format::kQ4_1>(blocks, count, out);
-    case Format::kQ5_0: return dequantise_piece<Format::kQ5_0>(blocks, count, out);
-    case Format::kQ5_1: return dequantise_piece<Format::kQ5_1>(blocks, count, out);
-    case Format::kIQ4_NL: return dequantise_piece<Format::kIQ4_NL>(blocks, count, out);
-    case Format::kQ4_K: return dequantise_piece<Format::kQ4_K>(blocks, count, out);
-    case Format::kQ5_K: return dequantise_piece<Format::kQ5_K>(blocks, count, out);
-    case Format::kQ6_K: return dequantise_piece<Format::kQ6_K>(blocks, count, out);
-    default: return dequantise_piece<Format::kQ8_0>(blocks, count, out);
+    case Format::kQ4_0: return dequantise<Format::kQ4_0>;
+    case Format::kQ4_1: return dequantise<Format::kQ4_1>;
+    case Format::kQ5_0: return dequantise<Format::kQ5_0>;
+    case Format::kQ5_1: return dequantise<Format::kQ5_1>;
+    case Format::kIQ4_NL: return dequantise<Format::kIQ4_NL>;
+    case Format::kQ4_K: return dequantise<Format::kQ4_K>;
+    case Format::kQ5_K: return dequantise<Format::kQ5_K>;
+    case Format::kQ6_K: return dequantise<Format::kQ6_K>;
+    default: return dequantise<Format::kQ8_0>;
   }
 }
 
 }  // namespace
 
 void convert(FloatType from, const void* in, FloatType to, void* out, int64_t count, Team& team) {
-  const auto* bytes = static_cast<const uint8_t*>(in);
-  const int64_t size = from == FloatType::kFloat32 ? 4 : 2;
   team.run([&](int tid, int threads) {
     const Range own = share(count, tid, threads);
-    const uint8_t* first = bytes + own.begin * size;
-    if (to == FloatType::kBFloat16) {
-      convert_piece(from, first, static_cast<bf16*>(out) + own.begin, own.size());
-    } else {
-      convert_piece(from, first, static_cast<float*>(out) + own.begin, own.size());
+    if (from == FloatType::kFloat32) {
+      write(static_cast<const float*>(in) + own.begin, to, out, own.begin, own.size());
+      return;
+    }
+    float values[kPiece];
+    for (int64_t i = own.begin; i < own.end; i += kPiece) {
+      const int64_t size = std::min(kPiece, own.end - i);
+      widen(from, static_cast<const uint8_t*>(in) + i * 2, size, values);
+      write(values, to, out, i, size);
     }
   });
 }
 
 void dequantise(Format format, const uint8_t* blocks, int64_t count, FloatType to, void* out, Team& team) {
-  const BlockShape s = block_shape(format);
-  const int64_t weights = s.runs * kRun;
-  team.run([&](int tid, int threads) {
-    const Range own = share(count, tid, threads);
-    const uint8_t* first = blocks + own.begin * s.file_bytes;
-    if (to == FloatType::kBFloat16) {
-      dequantise_piece(format, first, own.size(), static_cast<bf16*>(out) + own.begin * weights);
-    } else {
-      dequantise_piece(format, first, own.size(), static_cast<float*>(out) + own.begin * weights);
-    }
-  });
+  const Dequantise dequantise_blocks = choose(format);
+  team.run([&](int tid, int threads) { dequantise_blocks(blocks, share(count, tid, threads), to, out); });
 }
 
 }  // namespace pdserve

@@ -30,7 +30,10 @@ inline void read_six_bits(const uint8_t* s, int j, uint8_t* scale, uint8_t* mini
 
 // 32 nibbles in 16 bytes: the low ones come first.
 inline void read_nibbles(const uint8_t* bytes, FileRun& run) {
-  for (int i = 0; i < kRun; ++i) run.number[i] = bytes[i % 16] >> (i / 16 * 4) & 15;
+  for (int i = 0; i < kRun / 2; ++i) {
+    run.number[i] = bytes[i] & 15;
+    run.number[i + kRun / 2] = bytes[i] >> 4;
+  }
 }
 
 inline void read_five_bits(const uint8_t* high, FileRun& run) {
