@@ -17,6 +17,8 @@ from .step_runner import StepRunner
 
 LIMIT_MS = 1000.0
 """In all. Start-up takes some seconds anyway."""
+REPEATED_MS = 30.0
+"""Time from which on a step is not run again: what interrupts it for a millisecond or two hardly changes it."""
 FLAT_TOKENS = 16
 """Up to here, steps of different sizes take about the same time, as memory is the bound."""
 
@@ -61,9 +63,9 @@ def measure_steps(
 ) -> list[MeasuredStep]:
     """Run steps of the sizes in ``SHAPES``, and return each one's size and time. Call this after the warm-up.
 
-    Each runs twice if time allows, and the faster run counts; the largest are skipped if time runs out. ``rehearse``:
-    run each once before, uncounted, since on a GPU libraries load what a shape needs at its first use. All KV lies in
-    page 0, which stays in the caches, so the time of reading real KV can't be learned from this.
+    Short ones run twice if time allows, and the faster run counts; the largest are skipped if time runs out.
+    ``rehearse``: run each once before, uncounted, since on a GPU libraries load what a shape needs at its first use.
+    All KV lies in page 0, which stays in the caches, so the time of reading real KV can't be learned from this.
     """
     result: list[MeasuredStep] = []
     spent_ms, expected_ms, tokens = 0.0, 0.0, FLAT_TOKENS
@@ -77,7 +79,7 @@ def measure_steps(
             _run(steps, shape, page_size)
         forward_ms = _run(steps, shape, page_size)
         spent_ms += forward_ms
-        if spent_ms + forward_ms <= LIMIT_MS / 2:
+        if forward_ms < REPEATED_MS and spent_ms + forward_ms <= LIMIT_MS / 2:
             again = _run(steps, shape, page_size)
             spent_ms += again
             forward_ms = min(forward_ms, again)

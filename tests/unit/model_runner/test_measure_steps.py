@@ -28,6 +28,15 @@ class Clockwork:
         return StepResult(0, pack_i32([]), ms)
 
 
+def test_long_steps_run_once() -> None:
+    clockwork = Clockwork(0.2)
+    measured = measure_steps(clockwork, 256, 8192, PAGE)
+    runs = [sum(unpack_i32(step.q_lens).sum() == tokens for step in clockwork.steps) for tokens in (1, 48, 128, 512)]
+    # Two shapes have 128 tokens.
+    assert runs == [2, 2, 2, 1]
+    assert [m.forward_ms for m in measured[-2:]] == [51.2, 204.8]
+
+
 def test_a_quick_machine_times_all_shapes_and_keeps_the_better_of_two() -> None:
     clockwork = Clockwork(0.1)
     measured = measure_steps(clockwork, 256, 8192, PAGE)
@@ -56,10 +65,10 @@ def test_short_contexts_and_few_rows_leave_shapes_out() -> None:
 
 def test_a_rehearsal_does_not_count() -> None:
     """On a GPU a shape's first step is slower by what libraries load for it."""
-    clockwork = Clockwork(0.1)
+    clockwork = Clockwork(0.02)
     measured = measure_steps(clockwork, 256, 8192, PAGE, rehearse=True)
     assert len(clockwork.steps) >= 2 * len(SHAPES)
-    assert [m.forward_ms for m in measured] == [m.forward_ms for m in measure_steps(Clockwork(0.1), 256, 8192, PAGE)]
+    assert [m.forward_ms for m in measured] == [m.forward_ms for m in measure_steps(Clockwork(0.02), 256, 8192, PAGE)]
     # Too slow for a second run that counts: what is measured is not the first.
     assert [m.forward_ms for m in measure_steps(Clockwork(30.0), 256, 8192, PAGE, rehearse=True)][:3] == [
         30.0,
