@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...runtime.layers_done import NOT_COUNTED, PassProgress
 from .host_batch import HostBatch
+from .scored_logits import SCORES_NOTHING, ScoresLater
 from .tensor_hidden import READS_NOTHING, ReadsHidden, host_reader
 
 
@@ -66,6 +67,8 @@ class ForwardBatch:
     """
     hidden: ReadsHidden = READS_NOTHING
     """Reader of the hidden states that are wanted besides logits."""
+    scored: ScoresLater = SCORES_NOTHING
+    """Holder of the logits that are wanted after the pass, besides those at ``logit_indices``."""
 
     @property
     def num_tokens(self) -> int:

@@ -36,6 +36,8 @@ class AttentionEngine(Engine):
 
     logits_dtype: torch.dtype = torch.float32
     """Type of the logits that ``compute`` returns."""
+    scores_later = False
+    """Whether ``compute`` hands ``ForwardBatch.scored`` what computes logits after the pass."""
 
     def __init__(self, backend: str, needs: BackendNeeds, pools: Pools, options: WorkerOptions) -> None:
         """Make the attention backend of the name ``backend`` from ``needs``, to compute over ``pools``.
@@ -102,6 +104,8 @@ class AttentionEngine(Engine):
 
 class TorchEngine(AttentionEngine):
     """Computes ``models/decoder.py``, on any device."""
+
+    scores_later = True
 
     def __init__(
         self,

@@ -204,7 +204,12 @@ class Decoder:
             normed_TN = forward(x_TN, normed_TN, rotation, attention, ops, following)
             batch.done.launched(i + 1)
         batch.hidden.read(lambda tokens: ops.norm(self.norm, x_TN.index_select(0, tokens)))
-        x_LN = ops.norm(self.norm, x_TN.index_select(0, batch.logit_indices))
+        batch.scored.keep(lambda tokens: self._logits_at(x_TN, tokens))
+        return self._logits_at(x_TN, batch.logit_indices)
+
+    def _logits_at(self, x_TN: Tensor, tokens: Tensor) -> Tensor:
+        """Return the logits at ``tokens`` ([L] int64), [L, V], after the last layer's states ``x_TN``."""
+        x_LN = self.ops.norm(self.norm, x_TN.index_select(0, tokens))
         logits = self.ranks.join(linear(x_LN, self.lm_head, None)).to(self.logits_dtype)
         if self.spec.logit_scale != 1.0:
             logits.mul_(self.spec.logit_scale)

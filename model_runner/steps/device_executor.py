@@ -20,6 +20,7 @@ from ...messages.base import I32
 from ...messages.worker import ForwardStep, RowInit
 from ...runtime.layers_done import PassProgress
 from ..batch.forward_batch import ForwardBatch
+from ..batch.scored_logits import SCORES_NOTHING, ScoredLogits, are_many
 from ..batch.step_arrays import DeviceArrays, StepArrays
 from ..batch.step_plan import StepPlan
 from ..batch.tensor_hidden import READS_NOTHING, ReadsHidden, TensorHidden
@@ -47,6 +48,11 @@ class DeviceEngine(GraphModel, Protocol):
     @property
     def logits_dtype(self) -> torch.dtype:
         """Element type of the logits that ``compute`` returns."""
+        ...
+
+    @property
+    def scores_later(self) -> bool:
+        """Whether ``compute`` hands ``ForwardBatch.scored`` what computes logits after the pass."""
         ...
 
 
@@ -106,6 +112,8 @@ class DeviceExecutor:
         self._readouts = ReadoutMaker(torch.float64, self._score_labels)
         self._no_hidden = self._hidden = TensorHidden(self._all_entries[:0])
         """``_hidden``: hidden states of the pass that was computed last, until they are read out."""
+        self._scored: ScoredLogits | None = None
+        """Logits of the step's prompt tokens that are computed piece by piece; None: all are there."""
         self.sampler = choose_sampler(device, self.rows, self._engine.logits_dtype)
 
     @contextmanager
@@ -149,6 +157,7 @@ class DeviceExecutor:
 
         Return the number of entries of the decode graph to replay, or None to compute without a graph.
         """
+        self._scored = None
         size = self.graphs.size_for(len(plan.rows)) if plan.is_decode else None
         self._there = self._arrays.load(plan, size or 0)
         self._ops.enter(self._there, self.req_to_token, self.rows.last_tokens)
@@ -157,11 +166,11 @@ class DeviceExecutor:
     def compute(self, plan: StepPlan, done: PassProgress, size: int | None) -> Tensor:
         """Queue the replay of the graph of ``size`` entries, or a pass without a graph if ``size`` is None.
 
-        Return the wanted logits, [L, V]. They are float32 unless the sampler reads 16-bit types. ``done`` counts the
-        layers that the device has computed; a replay counts none.
+        Return the wanted logits, [L, V]. They are float32 unless the sampler reads 16-bit types. If many prompt tokens
+        are scored, their logits are computed later. ``done`` counts the layers that the device has computed; a replay
+        counts none.
         """
-        logits_LV = self._forward(plan, done) if size is None else self._replay(plan, size)
-        return logits_LV if self.sampler.reads_halves else logits_LV.float()
+        return self._as_read(self._forward(plan, done) if size is None else self._replay(plan, size))
 
     def _forward(self, plan: StepPlan, done: PassProgress) -> Tensor:
         there = self._loaded
@@ -169,6 +178,10 @@ class DeviceExecutor:
         hidden: ReadsHidden = READS_NOTHING
         if len(plan.hidden_tokens):
             hidden = self._hidden = TensorHidden(self._device.upload(plan.hidden_tokens))
+        wanted, samples = there.logit_indices, len(plan.sampled)
+        if self._engine.scores_later and are_many(len(wanted) - samples):
+            self._scored = ScoredLogits(wanted[samples:])
+            wanted = wanted[:samples]
         batch = ForwardBatch(
             input_ids=there.input_ids,
             positions=there.positions,
@@ -177,13 +190,14 @@ class DeviceExecutor:
             starts=plan.starts.tolist(),
             q_lens=plan.q_lens.tolist(),
             req_to_token=self.req_to_token,
-            logit_indices=there.logit_indices,
+            logit_indices=wanted,
             done=done,
             prompt_lens=self.rows.table["prompt_len"][plan.rows].tolist(),
             window_pages=self.window_pages,
             begun_at=there.begun_at,
             host_rows=plan.rows,
             hidden=hidden,
+            scored=self._scored or SCORES_NOTHING,
         )
         self._engine.prepare(batch)
         return self._engine.compute(batch)
@@ -223,12 +237,28 @@ class DeviceExecutor:
             logits_NV, tokens_S = logits_NV.index_select(0, at), tokens_S.index_select(0, at)
         return self.sampler.score(logits_NV, tokens_S, most)
 
-    def score_prompt(self, logits_NV: Tensor, targets_N: I64, most: int) -> Scored[Tensor]:
-        """Upload the tokens ``targets_N`` and queue the log-probability of each.
+    def score_prompt(self, logits_LV: Tensor, first: int, targets_N: I64, most: int) -> Scored[Tensor]:
+        """Upload the tokens ``targets_N`` and queue the log-probability of each, by wanted logits from ``first`` on.
 
-        Each comes with the ``most`` likeliest alternatives at its position. The scores stay on the device.
+        Each comes with the ``most`` likeliest alternatives at its position. The scores stay on the device. Logits that
+        the pass did not return are computed now.
         """
-        return self.sampler.score(logits_NV, self._device.upload(targets_N), most)
+        count = len(targets_N)
+        if self._scored is None:
+            return self.sampler.score(logits_LV[first : first + count], self._device.upload(targets_N), most)
+        first -= len(logits_LV)
+        parts, begin = [], 0
+        for logits_NV in self._scored.pieces(first, first + count):
+            end = begin + len(logits_NV)
+            # Not a slice of all: Triton compiles a kernel anew for addresses that are no multiples of 16 bytes.
+            there = self._device.upload(targets_N[begin:end])
+            parts.append(self.sampler.score(self._as_read(logits_NV), there, most))
+            begin = end
+        return Scored(*(torch.cat(arrays) for arrays in zip(*parts, strict=True)))
+
+    def _as_read(self, logits: Tensor) -> Tensor:
+        """Return ``logits`` in a type that the sampler reads."""
+        return logits if self.sampler.reads_halves else logits.float()
 
     def read_out(self, step: ForwardStep, plan: StepPlan, logits_LV: Tensor) -> list[Tensor]:
         """Queue the work of the step's readouts, and return the vectors of those that are complete with it.
@@ -236,6 +266,7 @@ class DeviceExecutor:
         The vectors and all sums stay on the device.
         """
         # Not kept until the next pass: a long prompt's states may be hundreds of megabytes.
+        self._scored = None
         hidden, self._hidden = self._hidden, self._no_hidden
         return self._readouts.make(step.readouts, plan, hidden.states, logits_LV)
 

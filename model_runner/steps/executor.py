@@ -156,10 +156,11 @@ class StepExecutor(Protocol):
         """
         ...
 
-    def score_prompt(self, logits_NV: Any, targets_N: I64, most: int) -> Scored[Any]:
-        """Return the log-probability of each prompt token in ``targets_N`` under its row of logits.
+    def score_prompt(self, logits_LV: Any, first: int, targets_N: I64, most: int) -> Scored[Any]:
+        """Return the log-probability of each prompt token in ``targets_N`` under its row of the wanted logits.
 
-        Each comes with the ``most`` likeliest alternatives.
+        The rows begin with number ``first``. ``logits_LV``: what ``compute`` returned. Each comes with the ``most``
+        likeliest alternatives.
         """
         ...
 

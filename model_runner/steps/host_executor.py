@@ -148,12 +148,12 @@ class HostExecutor:
         """
         return score(logits_LV, wanted, tokens_S[wanted], most, self._engine.sampler)
 
-    def score_prompt(self, logits_NV: F32, targets_N: I64, most: int) -> Scored[HostArray]:
-        """Compute the log-probability of each token in ``targets_N`` in NumPy, as float32.
+    def score_prompt(self, logits_LV: F32, first: int, targets_N: I64, most: int) -> Scored[HostArray]:
+        """Compute the log-probability of each token in ``targets_N`` in NumPy, as float32, by rows from ``first`` on.
 
         Each comes with the ``most`` likeliest alternatives at its position.
         """
-        return score(logits_NV, np.arange(len(targets_N)), targets_N, most, self._engine.sampler)
+        return score(logits_LV, np.arange(first, first + len(targets_N)), targets_N, most, self._engine.sampler)
 
     def read_out(self, step: ForwardStep, plan: StepPlan, logits_LV: F32) -> list[HostArray]:
         """Return the vectors of the step's readouts that are complete with it, in their order."""

@@ -209,7 +209,7 @@ class StepRunner:
         begin = len(params)
         for spec in step.input_logprobs:
             targets = unpack_i32(spec.targets).astype(np.int64)
-            scored = self.executor.score_prompt(logits_LV[begin : begin + len(targets)], targets, spec.top_num)
+            scored = self.executor.score_prompt(logits_LV, begin, targets, spec.top_num)
             listings.append(_Listing(scored, [spec.top_num] * len(targets), entry=spec.entry))
             begin += len(targets)
         return listings

@@ -16,6 +16,8 @@ from support.static_attention import StaticAttention
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.readout import ReadoutKind, ReadoutSpec
 from pdserve.messages.worker import InputLogprobSpec
+from pdserve.model_runner.batch import scored_logits
+from pdserve.model_runner.batch.scored_logits import ScoredLogits
 from pdserve.model_runner.device.base import HostSync
 from pdserve.model_runner.engines import load, load_torch
 from pdserve.model_runner.engines import torch as torch_engine
@@ -120,7 +122,9 @@ def same(ours, theirs) -> None:
             assert one.token_id == other.token_id
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
-    assert [len(listed) for listed in ours.input_logprobs] == [len(listed) for listed in theirs.input_logprobs]
+    for listed, others in zip(ours.input_logprobs, theirs.input_logprobs, strict=True):
+        assert [one.token_id for one in listed] == [other.token_id for other in others]
+        assert [one.logprob for one in listed] == pytest.approx([other.logprob for other in others], abs=1e-4)
     for vector, other in zip(ours.readouts, theirs.readouts, strict=True):
         assert np.frombuffer(vector, "<f4") == pytest.approx(np.frombuffer(other, "<f4"), abs=1e-4)
 
@@ -146,6 +150,25 @@ def test_graphs_answer_as_single_kernels_do_and_nothing_waits(folder, device, mo
     # Counts go back with their requests.
     assert all(steps.executor.rows.table["penalised"][row] for row in steps.executor.sampler._penalties._places)
     assert len(steps.executor.sampler._penalties.counts) <= 8  # of six rows
+
+
+@pytest.mark.parametrize("rows", [3, 8])
+def test_prompts_are_scored_in_pieces_as_they_are_at_once(folder, device, monkeypatch, rows: int) -> None:
+    steps, plain = StepRunner(recorded_model(folder, device, monkeypatch), ROWS), plain_steps(folder)
+    monkeypatch.setattr(scored_logits, "ROWS", rows)
+    computed: list[int] = []
+    pieces = ScoredLogits.pieces
+
+    def noted(scored: ScoredLogits, begin: int, end: int) -> Iterator[torch.Tensor]:
+        for piece in pieces(scored, begin, end):
+            computed.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(ScoredLogits, "pieces", noted)
+    for step in random_steps(1):
+        same(steps.run(step), plain.run(step))
+    assert max(computed) == rows
+    assert steps.executor._scored is None
 
 
 @pytest.mark.parametrize(("kind", "replays"), [("last", 0), ("mean", 0), ("labels", 1)])

@@ -15,6 +15,7 @@ from support.recording_device import RecordingDevice
 
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, StepResult
+from pdserve.model_runner.batch import scored_logits
 from pdserve.model_runner.engines import load, load_torch
 from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
@@ -134,6 +135,16 @@ def test_steps_ask_for_no_variant_that_is_not_warm(asked, tmp_path: Path, monkey
     steps, model = make_steps(tmp_path, monkeypatch)
     start(steps, model)
     check(steps, asked, seed=1, count=40, vocab=model.vocab_size)
+
+
+def test_prompts_that_are_scored_in_pieces_ask_for_no_variant_that_is_not_warm(
+    asked, tmp_path: Path, monkeypatch
+) -> None:
+    make_reference("qwen3").save_pretrained(tmp_path)
+    monkeypatch.setattr(scored_logits, "ROWS", 5)
+    steps, model = make_steps(tmp_path, monkeypatch)
+    start(steps, model)
+    check(steps, asked, seed=2, count=40, vocab=model.vocab_size)
 
 
 @pytest.mark.parametrize("form", ["fp8 blocks of 128", pytest.param("awq", marks=pytest.mark.slow)])
