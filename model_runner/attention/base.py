@@ -40,11 +40,13 @@ class AttentionBackend(ABC):
     """Causal attention of a pass's tokens over their rows' KV: ``plan`` once a pass, then ``forward`` once a layer.
 
     ``is_graph_safe``: whether it keeps ``ForwardBatch.is_captured``. ``reads_whole_pages``: whether what lies behind a
-    row's end must be finite numbers (which it multiplies with 0).
+    row's end must be finite numbers (which it multiplies with 0). ``gathered_tokens``: tokens of decodes' contexts that
+    are copied at a time, or one context if it is longer; 0: contexts are read in the pool.
     """
 
     is_graph_safe: ClassVar[bool] = False
     reads_whole_pages: ClassVar[bool] = False
+    gathered_tokens: ClassVar[int] = 0
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:

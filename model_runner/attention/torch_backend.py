@@ -60,6 +60,7 @@ class TorchAttention(AttentionBackend):
     """The reference backend."""
 
     reads_whole_pages = True
+    gathered_tokens = MOST_LANES
 
     def __init__(self, pools: Sequence[KVPool], dtype: torch.dtype) -> None:
         """Prepare attention over ``pools``, one for each page group.

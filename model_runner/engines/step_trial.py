@@ -55,7 +55,7 @@ def _measure(maker: PoolMaker, make_engine: Callable[[Pools], AttentionEngine]) 
         graphs.extend(engine.graph_sizes)
         # Graphs share their memory, and the largest takes most. The allocator does not know of the driver's part.
         engine.graph_sizes = engine.graph_sizes[-1:]
-        sizes = StepSizes.of(options, device.kind, context_length, gathers=engine.gathers)
+        sizes = StepSizes.of(options, device.kind, context_length, engine.gathered_tokens)
         model = _Trial(maker.vocab_size, context_length, device, pools, engine)
         return StepRunner(model, options.max_running_requests), sizes
 

@@ -53,9 +53,9 @@ class AttentionEngine(Engine):
         """Return when the ranks that share the pool have come."""
 
     @property
-    def gathers(self) -> bool:
-        """Whether attention copies the whole context of each request, instead of reading it in the pool."""
-        return not self._attention.is_graph_safe
+    def gathered_tokens(self) -> int:
+        """``gathered_tokens`` of the attention backend."""
+        return self._attention.gathered_tokens
 
     def host_logits(self, batch: HostBatch) -> F32:
         """Compute the pass on CPU tensors that share the batch's memory, write its KV, and return the wanted logits."""

@@ -35,20 +35,20 @@ class StepSizes(NamedTuple):
     """Sizes of the largest steps.
 
     ``rows``: requests. ``prompt_tokens``: tokens of prompts in one step. ``scored``: the prompt tokens with
-    log-probabilities. ``context_length``: tokens of a request.
+    log-probabilities. ``context_length``: tokens of a request. ``gathered``: see ``AttentionBackend.gathered_tokens``.
     """
 
     rows: int
     prompt_tokens: int
     scored: int
     context_length: int
+    gathered: int = 0
 
     @classmethod
-    def of(cls, options: WorkerOptions, device_type: str, context_length: int, *, gathers: bool) -> StepSizes:
+    def of(cls, options: WorkerOptions, device_type: str, context_length: int, gathered: int = 0) -> StepSizes:
         """Return the sizes of the largest steps under ``options``.
 
-        ``gathers``: whether attention copies each request's whole context. If so, contexts are only as long as a step's
-        prompt tokens.
+        ``gathered``: see ``AttentionBackend.gathered_tokens``.
         """
         rows, tokens = options.max_running_requests, piece_of(options, device_type)
         each = options.max_logprobs_per_request
@@ -58,19 +58,19 @@ class StepSizes(NamedTuple):
             tokens = max(options.max_prefill_tokens, context_length)
             scored = max(min(options.max_prefill_tokens, rows * each), min(context_length, each))
         tokens = min(tokens, rows * (context_length - 2))
-        scored = min(scored, tokens)
-        return cls(rows, tokens, scored, min(context_length, tokens + 2) if gathers else context_length)
+        return cls(rows, tokens, min(scored, tokens), context_length, gathered)
 
 
 class _Entry(NamedTuple):
     """Tokens of one row in a step: ``q_len`` of them, from position ``start`` on. ``scored``: how many have
-    log-probabilities.
+    log-probabilities. ``samples``: whether the last one chooses a token.
     """
 
     row: int
     start: int
     q_len: int
     scored: int = 0
+    samples: bool = True
 
 
 def bytes_of_steps(device: Device, make: Callable[[], tuple[StepRunner, StepSizes]]) -> int:
@@ -96,21 +96,43 @@ def bytes_of_steps(device: Device, make: Callable[[], tuple[StepRunner, StepSize
 def run_largest(steps: StepRunner, sizes: StepSizes) -> None:
     """Run the steps that take most memory: prompts, ends of prompts in long contexts, and decodes of all rows.
 
-    KV goes to page 0. Every row samples with penalties and lists alternatives. Graphs are captured in between, and the
-    steps run again beside them. Only as many prompt ends run as one step can have, since more would take seconds.
+    KV goes to page 0. Rows sample with penalties and list alternatives, all but the first one: logits of some rows are
+    a copy. Graphs are captured in between, and the steps run again beside them.
     """
     queue = StepQueue(steps, NoPageMover(), ahead=1)
-    rows, end = range(sizes.rows), sizes.context_length - 1
     prompts = _pieces(sizes)
-    short = [_Entry(row, 0, 1) for row in rows[len(prompts) :]]
-    each = max(2, min(sizes.prompt_tokens // sizes.rows, end - 1))
-    ends = [_Entry(row, end - 1 - each, each) for row in rows[: max(1, sizes.prompt_tokens // each)]]
-    decodes = [_Entry(row, 1, 1) for row in rows]
-    whole = prompts + short
+    whole = prompts + [_Entry(row, 0, 1) for row in range(len(prompts), sizes.rows)]
+    ends, decodes = _gathered(sizes) if sizes.gathered else _read_in_place(sizes)
+    # A prompt may leave one token to a step of decodes. It samples nothing, so the other rows' logits are a copy.
+    partly = [*decodes[:-1], decodes[-1]._replace(samples=False)]
     _run(queue, whole, ends, decodes)
     steps.capture_graphs()
     # Again beside graphs and all that has grown by now, with a step of its kind open.
-    _run(queue, decodes, decodes, ends, whole, whole)
+    _run(queue, decodes, decodes, partly, ends, whole, whole)
+
+
+def _read_in_place(sizes: StepSizes) -> tuple[list[_Entry], list[_Entry]]:
+    """Return a step of prompts' ends, and one of decodes, for attention that reads contexts in the pool.
+
+    Only as many prompts end as can in one step, since more would take seconds.
+    """
+    rows, end = range(sizes.rows), sizes.context_length - 1
+    each = max(2, min(sizes.prompt_tokens // sizes.rows, end - 1))
+    ends = [_Entry(row, end - 1 - each, each) for row in rows[: max(1, sizes.prompt_tokens // each)]]
+    return ends, [_Entry(row, 1, 1) for row in rows]
+
+
+def _gathered(sizes: StepSizes) -> tuple[list[_Entry], list[_Entry]]:
+    """Return a step of a prompt's end beside decodes, and one of decodes, for attention that copies contexts.
+
+    It copies the contexts of a prompt, or of a batch of decodes, and forgets them. So one long prompt and one batch of
+    long decodes take most, beside short ones. Plans of further batches would take some bytes for each token of them.
+    """
+    rows, end = range(sizes.rows), sizes.context_length - 1
+    long = max(1, sizes.gathered // sizes.context_length)
+    decodes = [_Entry(row, end - 1 if row < long else 1, 1) for row in rows]
+    each = min(sizes.prompt_tokens, end - 1)
+    return [_Entry(0, end - 1 - each, each), *decodes[1:]], decodes
 
 
 def _pieces(sizes: StepSizes) -> list[_Entry]:
@@ -142,10 +164,10 @@ def _step(entries: list[_Entry]) -> ForwardStep:
         starts=pack_i32([entry.start for entry in entries]),
         q_lens=pack_i32([entry.q_len for entry in entries]),
         use_last=pack_i32([entry.start > 0 and entry.q_len == 1 for entry in entries]),
-        sample=pack_i32(np.ones(len(entries), dtype=np.int64)),
+        sample=pack_i32([entry.samples for entry in entries]),
         input_ids=pack_i32(np.zeros(tokens, dtype=np.int64)),
         out_cache_loc=pack_i32(np.zeros(tokens, dtype=np.int64)),
-        new_rows=[_row(entry.row) for entry in entries if entry.start == 0],
+        new_rows=[_row(entry.row, lists=entry.row > 0 or len(entries) == 1) for entry in entries if entry.start == 0],
         input_logprobs=[
             InputLogprobSpec(i, 0, pack_i32(np.zeros(entry.scored, dtype=np.int64)), MAX_TOP_LOGPROBS)
             for i, entry in enumerate(entries)
@@ -155,11 +177,11 @@ def _step(entries: list[_Entry]) -> ForwardStep:
     )
 
 
-def _row(row: int) -> RowInit:
+def _row(row: int, *, lists: bool) -> RowInit:
     return RowInit(
         row=row,
         prompt_len=1,
         sampling=SamplingParams(seed=0, temperature=1.0, top_p=0.9, frequency_penalty=0.5, logit_bias={0: 1.0}),
-        logprobs=MAX_TOP_LOGPROBS,
+        logprobs=MAX_TOP_LOGPROBS if lists else None,
         history=pack_i32([0]),
     )

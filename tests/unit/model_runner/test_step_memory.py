@@ -7,7 +7,8 @@ taken as on a GPU, and results mean nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +22,18 @@ from support.recording_device import RecordingDevice
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.requests import MAX_TOP_LOGPROBS
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec
+from pdserve.model_runner.attention import torch_backend
+from pdserve.model_runner.attention.torch_backend import TorchAttention
+from pdserve.model_runner.batch import scored_logits
+from pdserve.model_runner.engines import load
+from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.errors import NotEnoughMemory
 from pdserve.model_runner.kv import pool as pool_file
 from pdserve.model_runner.page_mover import NoPageMover
 from pdserve.model_runner.steps.measure_steps import measure_steps
 from pdserve.model_runner.steps.step_memory import GRAPH_BYTES, StepSizes
 from pdserve.model_runner.steps.step_queue import StepQueue
+from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.model_runner.steps.warm_up import warm_up
 from pdserve.runtime.machine.memory import Memory
 from pdserve.server.options import ServerOptions
@@ -83,10 +90,12 @@ class Instance:
         """Bytes at most since the pools were there."""
         return self._device.most - self._before
 
-    def serve(self) -> None:
-        """Run steps of all kinds, then the largest that there can be, one of them ahead."""
+    def serve(self, steps: Iterable[ForwardStep] | None = None) -> None:
+        """Run ``steps``, one of them ahead; None: steps of all kinds, then the largest that there can be."""
         queue = StepQueue(self.steps, NoPageMover(), ahead=1)
-        for step in [*random_steps(self.model.vocab_size), *largest_steps(self.model.context_length)]:
+        if steps is None:
+            steps = [*random_steps(self.model.vocab_size), *largest_steps(self.model.context_length)]
+        for step in steps:
             queue.launch(step)
             while queue.is_full:
                 queue.collect()
@@ -101,18 +110,23 @@ def random_steps(vocab_size: int) -> Iterator[ForwardStep]:
             yield step
 
 
-def largest_steps(context_length: int) -> Iterator[ForwardStep]:
-    """Yield steps with the maximum of prompt tokens, scored, beside decodes, and steps with long contexts."""
+def largest_steps(context_length: int, chunk: int = CHUNK, scored_tokens: int = CHUNK) -> Iterator[ForwardStep]:
+    """Yield steps with ``chunk`` prompt tokens beside decodes, and steps with long contexts.
+
+    ``scored_tokens``: prompt tokens with log-probabilities. One row wants none of its samples, and in some steps of
+    decodes another one does not sample.
+    """
     kinds = {"temperature": 1.0, "top_p": 0.5, "presence_penalty": 0.4, "logprobs": MAX_TOP_LOGPROBS}
     new = [make_row(row, 1, **kinds, history=pack_i32([3])) for row in range(ROWS)]
-    scored = InputLogprobSpec(0, 0, pack_i32(np.zeros(CHUNK, dtype=np.int64)), MAX_TOP_LOGPROBS)
-    prompt = [(0, 0, [5] * CHUNK, True), *((row, 0, [row], True) for row in range(1, ROWS))]
+    new[2].logprobs = None
+    scored = InputLogprobSpec(0, 0, pack_i32(np.zeros(scored_tokens, dtype=np.int64)), MAX_TOP_LOGPROBS)
+    prompt = [(0, 0, [5] * chunk, True), *((row, 0, [row], True) for row in range(1, ROWS))]
     for _ in range(2):
         yield make_step(prompt, new_rows=new, input_logprobs=[scored])
-    each = CHUNK // ROWS
+    each = max(1, CHUNK // ROWS)
     yield make_step([(row, context_length - 4 - each, [7] * each, True) for row in range(ROWS)])
     for ahead in (4, 3, 2):
-        yield make_step([(row, context_length - ahead, None, True) for row in range(ROWS)])
+        yield make_step([(row, context_length - ahead, None, row != 3 or ahead == 4) for row in range(ROWS)])
 
 
 def model_of(name: str, folder: Path) -> Path:
@@ -142,6 +156,60 @@ def test_more_graphs_than_one_take_no_more_but_for_the_drivers_part(device, tmp_
     assert instance.taken + 3 * GRAPH_BYTES <= instance.model.step_bytes
 
 
+def test_logits_that_are_copied_for_some_rows_were_measured(device, tmp_path: Path, monkeypatch) -> None:
+    """Rows that do not sample, or want no log-probabilities, are left out of a copy of the others' logits."""
+    few = {"max_logprobs_per_request": 1, "chunked_prefill_size": ROWS, "cuda_graph_bs": str(ROWS)}
+    instance = Instance(model_of("qwen3", tmp_path), device, monkeypatch, **few)
+    instance.serve(largest_steps(instance.model.context_length, 1, 1))
+    assert 0 < instance.taken <= instance.model.step_bytes - GRAPH_BYTES
+
+
+def test_a_context_that_is_scored_as_a_whole_takes_the_logits_of_a_piece(device, tmp_path: Path, monkeypatch) -> None:
+    folder, taken = model_of("qwen3", tmp_path), []
+    for rows in (10**6, 16):
+        monkeypatch.setattr(scored_logits, "ROWS", rows)
+        instance = Instance(folder, device, monkeypatch, chunked_prefill_size=-1, max_prefill_tokens=CHUNK)
+        tokens = instance.model.context_length - ROWS - 4
+        instance.serve(largest_steps(instance.model.context_length, tokens, tokens))
+        assert 0 < instance.taken <= instance.model.step_bytes - GRAPH_BYTES
+        taken.append(instance.model.step_bytes)
+    # Two bytes for each logit. The states that the later logits are computed from stay in their place.
+    spared = (tokens - 16) * instance.model.vocab_size * 2
+    assert taken[0] - taken[1] > 0.8 * spared
+
+
+class WaitingDevice(RecordingDevice):
+    """A recording device for the torch backend, which waits where it likes."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with nullcontext() if self._depth else self:
+            yield
+
+
+@pytest.mark.parametrize("gathered", [64, 1024])
+def test_contexts_that_attention_copies_were_measured(tmp_path: Path, monkeypatch, gathered: int) -> None:
+    monkeypatch.setattr(poisoned_memory, "POISON", 0)
+    monkeypatch.setattr(torch_backend, "MOST_LANES", gathered)
+    monkeypatch.setattr(TorchAttention, "gathered_tokens", gathered)
+    model_of("qwen3", tmp_path)
+    with WaitingDevice(PoisonedMemory(behind=0)) as device:
+        monkeypatch.setattr(load, "open_device", lambda *args, **more: device)
+        options = {"attention_backend": "torch", "dtype": "float32", "device": "cpu", "page_size": PAGE}
+        options |= {"max_running_requests": ROWS, "chunked_prefill_size": 16, "max_logprobs_per_request": 1}
+        model = load_model(ServerOptions(model_path=str(tmp_path), **options))
+        steps = StepRunner(model, ROWS)
+        before, context = device.count_memory(), model.context_length
+        new = [make_row(row, 1) for row in range(ROWS)]
+        steps.run(make_step([(row, 0, [row], True) for row in range(ROWS)], new_rows=new))
+        # Each row's context is full: first beside a prompt's end, then of decodes alone.
+        decodes = [(row, context - 3, None, True) for row in range(1, ROWS)]
+        steps.run(make_step([(0, context - 18, [5] * 16, True), *decodes]))
+        steps.run(make_step([(0, context - 2, None, True), *decodes]))
+        taken = device.most - before
+    assert 0 < taken <= model.step_bytes
+
+
 def test_a_pool_of_a_given_size_leaves_room_for_steps(device, tmp_path: Path, monkeypatch) -> None:
     instance = Instance(model_of("qwen3", tmp_path), device, monkeypatch, max_total_tokens=16384)
     instance.serve()
@@ -165,27 +233,23 @@ def test_steps_that_do_not_fit_beside_the_weights_say_what_to_lower(device, tmp_
 
 
 @pytest.mark.parametrize(
-    ("options", "gathers", "expected"),
+    ("options", "expected"),
     [
-        ({}, False, (256, 2048, 2048, 4096)),
+        ({}, (256, 2048, 2048, 4096)),
         # Of several requests in one step.
-        ({"chunked_prefill_size": 512, "max_logprobs_per_request": 100}, False, (256, 512, 512, 4096)),
-        ({"max_logprobs_per_request": 1, "max_running_requests": 16}, False, (16, 2048, 16, 4096)),
+        ({"chunked_prefill_size": 512, "max_logprobs_per_request": 100}, (256, 512, 512, 4096)),
+        ({"max_logprobs_per_request": 1, "max_running_requests": 16}, (16, 2048, 16, 4096)),
         # Prompts that are never cut.
-        ({"chunked_prefill_size": -1, "max_prefill_tokens": 1000}, False, (256, 4096, 4096, 4096)),
+        ({"chunked_prefill_size": -1, "max_prefill_tokens": 1000}, (256, 4096, 4096, 4096)),
         (
             {"chunked_prefill_size": -1, "max_prefill_tokens": 1000, "max_logprobs_per_request": 100},
-            False,
             (256, 4096, 1000, 4096),
         ),
         (
             {"max_running_requests": 2, "chunked_prefill_size": 10000, "max_prefill_tokens": 10000},
-            False,
             (2, 8188, 8188, 4096),
         ),
-        # Contexts that attention copies are no longer than prompts.
-        ({}, True, (256, 2048, 2048, 2050)),
     ],
 )
-def test_sizes_follow_from_the_options(options: dict, gathers: bool, expected: tuple) -> None:
-    assert StepSizes.of(ServerOptions(**options), "cuda", 4096, gathers=gathers) == expected
+def test_sizes_follow_from_the_options(options: dict, expected: tuple) -> None:
+    assert StepSizes.of(ServerOptions(**options), "cuda", 4096) == (*expected, 0)
