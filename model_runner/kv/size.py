@@ -8,6 +8,7 @@ The measure is the share of a typical request's tokens in its window (``windows_
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from typing import NamedTuple
 
 from ...messages.worker import KVLayout
@@ -172,7 +173,14 @@ def choose_pool_tokens(
         both = max(1, round(kept_bytes + ratio * window_bytes))
         plain = request._replace(most_tokens=most * size)
         kept = choose_max_total_tokens(plain, both, weight_bytes, memory, device_type) // size
-    windowed = min(max(math.ceil(kept * ratio), own_window + piece), enough, kept)
+
+    def windowed_beside(kept: int) -> int:
+        return min(max(math.ceil(kept * ratio), own_window + piece), enough, kept)
+
+    def bytes_of(kept: int, windowed: int) -> int:
+        return (kept + 1) * kept_bytes + (windowed + 1) * window_bytes
+
+    windowed = windowed_beside(kept)
     if request.max_total_tokens is None:
         # Of what both have, each page 0 too; what one does not need is the other's.
         both_bytes = _budget(request, weight_bytes, memory, device_type) - kept_bytes
@@ -185,11 +193,13 @@ def choose_pool_tokens(
             f"{max(windowed, 0) * size} tokens of KV fit behind windows of {windows.window} tokens: raise "
             "--mem-fraction-static, free memory, or set --max-total-tokens"
         )
-    needed = (kept + 1) * kept_bytes + (windowed + 1) * window_bytes
-    if needed + request.step_bytes > memory.free:
+    needed, room = bytes_of(kept, windowed), memory.free - request.step_bytes
+    if needed > room:
+        # As many pages as fit: with one more they would not.
+        most = bisect_right(range(kept), room, key=lambda pages: bytes_of(pages, windowed_beside(pages))) - 1
         raise NotEnoughMemory(
             f"--max-total-tokens {kept * size} takes {needed / GIB:.2f} GiB{_beside_steps(request)}, but "
-            f"{memory.free / GIB:.2f} GiB are free"
+            f"{memory.free / GIB:.2f} GiB are free; choose at most {max(0, most) * size}"
         )
     return PoolTokens(kept * size, windowed * size)
 

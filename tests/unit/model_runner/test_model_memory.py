@@ -225,9 +225,17 @@ def test_where_all_layers_have_windows_pages_that_are_kept_are_mere_numbers() ->
 def test_explicit_tokens_are_those_that_are_kept() -> None:
     assert pages(choose_both(max_total_tokens=16000)) == (1000, 254)
     assert pages(choose_both(max_total_tokens=160)) == (10, 10)
-    with pytest.raises(NotEnoughMemory, match=r"--max-total-tokens 160000 takes .* are free"):
-        choose_both(max_total_tokens=160000)
     with pytest.raises(NotEnoughMemory, match="0 tokens of KV fit"):
         choose_both(free=100 * MIB)
     with pytest.raises(NotEnoughMemory, match=r"--max-total-tokens|KV fit behind windows"):
         choose_both(free=256 * MIB)
+
+
+@pytest.mark.parametrize("kept_bytes", [MIB, 0])
+def test_tokens_that_do_not_fit_with_their_windows_say_how_many_do(kept_bytes: int) -> None:
+    with pytest.raises(NotEnoughMemory, match=r"--max-total-tokens 160000 takes .* are free") as refused:
+        choose_both(kept_bytes, max_total_tokens=160000)
+    most = int(str(refused.value).rpartition(" ")[2])
+    assert choose_both(kept_bytes, max_total_tokens=most).kept == most
+    with pytest.raises(NotEnoughMemory, match=f"choose at most {most}"):
+        choose_both(kept_bytes, max_total_tokens=most + 16)
