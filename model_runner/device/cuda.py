@@ -161,21 +161,29 @@ class CudaDevice(Device):
     def capture(self, run: Callable[[], T]) -> Graph[T]:
         """Capture the work that ``run`` queues as a CUDA graph, without executing it.
 
-        All graphs share one memory pool. Raises ``torch.OutOfMemoryError`` if that broke the capture, in place of the
-        capture's own error.
+        All graphs share one memory pool. Raises the error of ``run`` that broke the capture, in place of the capture's
+        own, and ``torch.OutOfMemoryError`` if torch, the driver or Triton had no memory left.
         """
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self.synchronize()
+        failure: Exception | None = None
         try:
             # Other threads (a transfer's) may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
-                output = run()
+                try:
+                    output = run()
+                except Exception as e:
+                    # Any error: the end of a broken capture raises an error of its own, which hides this one.
+                    failure = e
+                    raise
         except RuntimeError as e:
-            # The end of a broken capture raises an error of its own, which hides the first one.
-            first = e.__context__
-            raise (first if isinstance(first, torch.OutOfMemoryError) else e) from None
+            error = failure or e
+            if isinstance(error, torch.OutOfMemoryError) or "out of memory" not in str(error):
+                raise error from None
+            # The driver's part of a graph, or a kernel's code.
+            raise torch.OutOfMemoryError(str(error)) from None
         return _CudaGraph(graph, output)
 
     def forget_graphs(self) -> None:
