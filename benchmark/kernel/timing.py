@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from triton.testing import do_bench
+from triton.runtime.driver import driver
 
 from ..errors import BenchError
 from .case import Case
 
 QUANTILES = (0.5, 0.1, 0.9)
-WARM_UP_MS = 25
+WARM_UPS, LEAST_RUNS = 5, 10
+LEAST_WAIT = 1e-4
+"""Seconds that the GPU waits before each run, besides three times what the host takes to launch it."""
+MAX_HERTZ = 2e9
+"""Clock rate of a GPU that a wait's cycles are counted for. With a lower one it waits longer."""
 COPIED_BYTES = 1 << 30
 MATRIX = 8192
 
@@ -41,16 +47,12 @@ class Roofline(NamedTuple):
 
 
 def measure(case: Case, seconds: float) -> Times:
-    """Return the times of one run of the case, replayed as a CUDA graph with cold caches. Raises ``BenchError``.
+    """Return the times that the GPU takes for one run of the case, with cold caches. Raises ``BenchError``.
 
     ``seconds``: how long to measure.
     """
     try:
-        case.run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            case.run()
-        return _times(graph.replay, seconds)
+        return _times(case.run, seconds)
     except RuntimeError as e:
         raise BenchError(f"it does not run: {str(e).strip().splitlines()[0]}") from None
 
@@ -73,6 +75,33 @@ def roofline(nbytes: int, operations: int, rates: Rates) -> Roofline:
 
 
 def _times(run: Callable[[], Tensor | None], seconds: float) -> Times:
-    # It clears the second-level cache before each run, and takes times by events.
-    found = do_bench(run, warmup=WARM_UP_MS, rep=max(1, round(seconds * 1e3)), quantiles=QUANTILES)
-    return Times(*(milliseconds / 1e3 for milliseconds in found))
+    """Return the times of the kernels of ``run``, with their launches hidden.
+
+    The GPU waits until the host has launched all of them. As a CUDA graph they would take several microseconds more,
+    those of the graph's own launch.
+    """
+    cache = driver.active.get_empty_cache_for_benchmark()
+    run()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run()
+    wait = round((LEAST_WAIT + 3 * (time.perf_counter() - begin)) * MAX_HERTZ)
+
+    def queue() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        driver.active.clear_cache(cache)
+        torch.cuda._sleep(wait)  # type: ignore[no-untyped-call]
+        before.record()
+        run()
+        after.record()
+        return before, after
+
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(WARM_UPS):
+        queue()
+    torch.cuda.synchronize()
+    each = (time.perf_counter() - begin) / WARM_UPS
+    events = [queue() for _ in range(max(LEAST_RUNS, round(seconds / each)))]
+    torch.cuda.synchronize()
+    return Times(*np.quantile([before.elapsed_time(after) / 1e3 for before, after in events], QUANTILES).tolist())

@@ -9,6 +9,7 @@ import io
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +119,65 @@ def test_the_roofline_is_the_slower_of_memory_and_arithmetic() -> None:
     assert (bound, by) == (pytest.approx(1e-6), "memory at 2000 GB/s")
     bound, by = roofline(2_000, 4_000_000_000, rates)
     assert (bound, by) == (pytest.approx(1e-5), "arithmetic at 400 TFLOP/s")
+
+
+class SimulatedGpu:
+    """A GPU that works through its queue, on a clock that it shares with the host. Seconds."""
+
+    def __init__(self) -> None:
+        self.host = self.gpu = 0.0
+
+    def queue(self, on_gpu: float, on_host: float = 5e-6) -> None:
+        """Have the host launch work that takes ``on_gpu`` once everything before it is done."""
+        self.host += on_host
+        self.gpu = max(self.gpu, self.host) + on_gpu
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.gpu)
+
+    def event(self, **_more: object) -> SimpleNamespace:
+        event = SimpleNamespace(at=0.0)
+
+        def record() -> None:
+            self.queue(0.0, 1e-6)
+            event.at = self.gpu
+
+        event.record = record
+        event.elapsed_time = lambda later: (later.at - event.at) * 1e3
+        return event
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.queue(cycles / 1.7e9))
+        monkeypatch.setattr("time.perf_counter", lambda: self.host)
+        cache = {"get_empty_cache_for_benchmark": lambda: None, "clear_cache": lambda _cache: self.queue(8e-5)}
+        monkeypatch.setattr(timing.driver, "_active", SimpleNamespace(**cache))
+
+
+@pytest.mark.parametrize(("kernels", "on_gpu", "on_host"), [(1, 2e-6, 3e-5), (3, 1e-6, 2e-4), (1, 5e-3, 3e-5)])
+def test_a_kernel_s_time_has_no_launch_in_it(
+    monkeypatch: pytest.MonkeyPatch, kernels: int, on_gpu: float, on_host: float
+) -> None:
+    gpu = SimulatedGpu()
+    gpu.install(monkeypatch)
+
+    def run() -> None:
+        for _ in range(kernels):
+            gpu.queue(on_gpu, on_host)
+
+    times = timing.measure(SimpleNamespace(run=run), 0.1)
+    assert times == pytest.approx([kernels * on_gpu] * 3, rel=1e-6)
+
+
+def test_a_case_that_does_not_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    SimulatedGpu().install(monkeypatch)
+
+    def run() -> None:
+        raise RuntimeError("out of resources\nand more")
+
+    with pytest.raises(BenchError, match=r"it does not run: out of resources$"):
+        timing.measure(SimpleNamespace(run=run), 0.1)
 
 
 def test_a_measurement_is_reported_with_its_interval_and_share(monkeypatch) -> None:
