@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,10 +52,13 @@ class Asked(NamedTuple):
         return self.part.log(name)
 
 
-def make_asked(part: Part) -> Asked:
-    """Save a random model, and have transformers generate the expected answers to some prompts with it."""
+def make_asked(part: Part, sizes: Mapping[str, int] = SIZES) -> Asked:
+    """Save a random model, and have transformers generate the expected answers to some prompts with it.
+
+    ``sizes``: entries of its configuration. A dry run has two layers.
+    """
     folder = part.scratch
-    model = save_model(folder / "model", 2 if part.dry_run else SIZES["num_hidden_layers"])
+    model = save_model(folder / "model", {**sizes, "num_hidden_layers": 2} if part.dry_run else sizes)
     rng = np.random.default_rng(0)
     lens = (5, 40) if part.dry_run else PROMPTS
     prompts = [rng.integers(3, CONFIG["vocab_size"], length).tolist() for length in lens]
@@ -102,12 +105,15 @@ def judge(found: Tokens, expected: Tokens, least: float, what: str) -> Finding:
     return Finding("", f"{same} of {total} the same ({what})", asked, same >= least * total)
 
 
-def save_model(folder: Path, layers: int) -> Any:
-    """Save a random Llama in ``folder``, and return it as a model of transformers."""
+def save_model(folder: Path, changes: Mapping[str, int]) -> Any:
+    """Save a random Llama in ``folder``, and return it as a model of transformers.
+
+    ``changes``: entries of its configuration that differ from ``CONFIG``.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(5)
-    sizes = CONFIG | {"num_hidden_layers": layers, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = CONFIG | {"tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, **changes}
     model = LlamaForCausalLM(LlamaConfig(**sizes)).float().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
