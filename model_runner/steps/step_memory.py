@@ -63,14 +63,13 @@ class StepSizes(NamedTuple):
 
 class _Entry(NamedTuple):
     """Tokens of one row in a step: ``q_len`` of them, from position ``start`` on. ``scored``: how many have
-    log-probabilities. ``samples``: whether the last one chooses a token.
+    log-probabilities.
     """
 
     row: int
     start: int
     q_len: int
     scored: int = 0
-    samples: bool = True
 
 
 def bytes_of_steps(device: Device, make: Callable[[], tuple[StepRunner, StepSizes]]) -> int:
@@ -96,19 +95,18 @@ def bytes_of_steps(device: Device, make: Callable[[], tuple[StepRunner, StepSize
 def run_largest(steps: StepRunner, sizes: StepSizes) -> None:
     """Run the steps that take most memory: prompts, ends of prompts in long contexts, and decodes of all rows.
 
-    KV goes to page 0. Rows sample with penalties and list alternatives, all but the first one: logits of some rows are
-    a copy. Graphs are captured in between, and the steps run again beside them.
+    KV goes to page 0. Every row samples with penalties. All but the first one list alternatives, so their logits are
+    copied: in a step of prompts, that is more than the copy of a graph's logits if a row does not sample. Graphs are
+    captured in between, and the steps run again beside them.
     """
     queue = StepQueue(steps, NoPageMover(), ahead=1)
     prompts = _pieces(sizes)
     whole = prompts + [_Entry(row, 0, 1) for row in range(len(prompts), sizes.rows)]
     ends, decodes = _gathered(sizes) if sizes.gathered else _read_in_place(sizes)
-    # A prompt may leave one token to a step of decodes. It samples nothing, so the other rows' logits are a copy.
-    partly = [*decodes[:-1], decodes[-1]._replace(samples=False)]
     _run(queue, whole, ends, decodes)
     steps.capture_graphs()
     # Again beside graphs and all that has grown by now, with a step of its kind open.
-    _run(queue, decodes, decodes, partly, ends, whole, whole)
+    _run(queue, decodes, decodes, ends, whole, whole)
 
 
 def _read_in_place(sizes: StepSizes) -> tuple[list[_Entry], list[_Entry]]:
@@ -164,7 +162,7 @@ def _step(entries: list[_Entry]) -> ForwardStep:
         starts=pack_i32([entry.start for entry in entries]),
         q_lens=pack_i32([entry.q_len for entry in entries]),
         use_last=pack_i32([entry.start > 0 and entry.q_len == 1 for entry in entries]),
-        sample=pack_i32([entry.samples for entry in entries]),
+        sample=pack_i32(np.ones(len(entries), dtype=np.int64)),
         input_ids=pack_i32(np.zeros(tokens, dtype=np.int64)),
         out_cache_loc=pack_i32(np.zeros(tokens, dtype=np.int64)),
         new_rows=[_row(entry.row, lists=entry.row > 0 or len(entries) == 1) for entry in entries if entry.start == 0],

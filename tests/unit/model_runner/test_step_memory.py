@@ -44,7 +44,7 @@ from support.kernel_variants import variants_asked_for
 
 from tests.unit.model_runner.test_kernel_variants import PAGE, ROWS, draw_step, make_steps
 
-CHUNK = 160
+CHUNK, VOCAB = 160, 4096
 OPTIONS = {"max_total_tokens": None, "chunked_prefill_size": CHUNK, "cuda_graph_bs": "4"}
 
 
@@ -123,14 +123,14 @@ def largest_steps(context_length: int, chunk: int = CHUNK, scored_tokens: int = 
     prompt = [(0, 0, [5] * chunk, True), *((row, 0, [row], True) for row in range(1, ROWS))]
     for _ in range(2):
         yield make_step(prompt, new_rows=new, input_logprobs=[scored])
-    each = max(1, CHUNK // ROWS)
+    each = max(1, chunk // ROWS)
     yield make_step([(row, context_length - 4 - each, [7] * each, True) for row in range(ROWS)])
     for ahead in (4, 3, 2):
         yield make_step([(row, context_length - ahead, None, row != 3 or ahead == 4) for row in range(ROWS)])
 
 
-def model_of(name: str, folder: Path) -> Path:
-    make_reference(name).save_pretrained(folder)
+def model_of(name: str, folder: Path, **changes: int) -> Path:
+    make_reference(name, **changes).save_pretrained(folder)
     return folder
 
 
@@ -158,14 +158,14 @@ def test_more_graphs_than_one_take_no_more_but_for_the_drivers_part(device, tmp_
 
 def test_logits_that_are_copied_for_some_rows_were_measured(device, tmp_path: Path, monkeypatch) -> None:
     """Rows that do not sample, or want no log-probabilities, are left out of a copy of the others' logits."""
-    few = {"max_logprobs_per_request": 1, "chunked_prefill_size": ROWS, "cuda_graph_bs": str(ROWS)}
-    instance = Instance(model_of("qwen3", tmp_path), device, monkeypatch, **few)
+    few = {"max_logprobs_per_request": 1, "chunked_prefill_size": 2, "cuda_graph_bs": str(ROWS)}
+    instance = Instance(model_of("qwen3", tmp_path, vocab_size=VOCAB), device, monkeypatch, **few)
     instance.serve(largest_steps(instance.model.context_length, 1, 1))
     assert 0 < instance.taken <= instance.model.step_bytes - GRAPH_BYTES
 
 
 def test_a_context_that_is_scored_as_a_whole_takes_the_logits_of_a_piece(device, tmp_path: Path, monkeypatch) -> None:
-    folder, taken = model_of("qwen3", tmp_path), []
+    folder, taken = model_of("qwen3", tmp_path, vocab_size=VOCAB), []
     for rows in (10**6, 16):
         monkeypatch.setattr(scored_logits, "ROWS", rows)
         instance = Instance(folder, device, monkeypatch, chunked_prefill_size=-1, max_prefill_tokens=CHUNK)
