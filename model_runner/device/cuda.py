@@ -161,8 +161,8 @@ class CudaDevice(Device):
     def capture(self, run: Callable[[], T]) -> Graph[T]:
         """Capture the work that ``run`` queues as a CUDA graph, without executing it.
 
-        All graphs share one memory pool. Raises the error of ``run`` that broke the capture, in place of the capture's
-        own, and ``torch.OutOfMemoryError`` if torch, the driver or Triton had no memory left.
+        All graphs share one memory pool. Raises the error of ``run`` that broke the capture, and not the capture's own.
+        Raises ``torch.OutOfMemoryError`` if torch, the driver or Triton had no memory left.
         """
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()

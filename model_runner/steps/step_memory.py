@@ -96,7 +96,7 @@ def run_largest(steps: StepRunner, sizes: StepSizes) -> None:
     """Run the steps that take most memory: prompts, ends of prompts in long contexts, and decodes of all rows.
 
     KV goes to page 0. Every row samples with penalties. All but the first one list alternatives, so their logits are
-    copied: in a step of prompts, that is more than the copy of a graph's logits if a row does not sample. Graphs are
+    copied. Decodes of which one does not sample would copy a graph's logits, but steps of prompts take more. Graphs are
     captured in between, and the steps run again beside them.
     """
     queue = StepQueue(steps, NoPageMover(), ahead=1)

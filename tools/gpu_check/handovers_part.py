@@ -146,7 +146,7 @@ def check_cluster(part: Part, asked: Asked) -> Finding:
     with serve(args, asked.log("up"), command="up") as router:
         found = [generate(router, prompt, LENGTH) for prompt in asked.prompts]
         instances = ask(f"{router}/server_info")["instances"]
-    # So many layers make rounding decide more often.
+    # With this many layers, rounding decides more often.
     finding = judge(found, asked.reference, 0.9, "through the router")
     shares = judge_shares([instance["info"]["memory"] for instance in instances], torch.cuda.mem_get_info()[1])
     figure, wanted = f"{finding.figure}, {shares.figure}", f"{finding.asked}, {shares.asked}"
