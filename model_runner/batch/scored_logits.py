@@ -64,8 +64,8 @@ class ScoredLogits:
                 assert self._logits_at is not None, "the pass comes first"
                 # The old piece goes before the new one is computed.
                 self._piece = None
-                self._begin, self._piece = first, self._logits_at(self._tokens[first : first + ROWS])
-                piece = self._piece
+                piece = self._logits_at(self._tokens[first : first + ROWS])
+                self._begin, self._piece = first, piece
             stop = min(end, first + ROWS)
             yield piece[begin - first : stop - first]
             begin = stop
