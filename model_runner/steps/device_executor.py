@@ -254,6 +254,8 @@ class DeviceExecutor:
             there = self._device.upload(targets_N[begin:end])
             parts.append(self.sampler.score(self._as_read(logits_NV), there, most))
             begin = end
+            # Otherwise the piece would live while the next one is computed.
+            del logits_NV
         return Scored(*(torch.cat(arrays) for arrays in zip(*parts, strict=True)))
 
     def _as_read(self, logits: Tensor) -> Tensor:
