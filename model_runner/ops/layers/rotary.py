@@ -36,12 +36,13 @@ class RotaryEmbedding:
         self.scale = torch.cat((scales, unrotated + 1.0)).to(device)
 
     def forward(self, positions: Tensor) -> Rotation:
-        """Return cosines and sines of ``positions`` [T], computed in float32 and then cast to the model's type.
+        """Return cosines and sines of ``positions`` [T]: the nearest float32, cast to the model's type.
 
-        The first half of the sines is negated.
+        They are computed in float64, so that every device has the bits of the CPU engine's tables. The first half of
+        the sines is negated.
         """
-        angles = positions.to(torch.float32)[:, None] * self.inv_freq
-        cos, sin = angles.cos().mul_(self.scale), angles.sin().mul_(self.scale)
+        angles = (positions.to(torch.float32)[:, None] * self.inv_freq).to(torch.float64)
+        cos, sin = angles.cos().to(torch.float32).mul_(self.scale), angles.sin().to(torch.float32).mul_(self.scale)
         return Rotation(
             torch.cat((cos, cos), -1).to(self._dtype)[:, None], torch.cat((-sin, sin), -1).to(self._dtype)[:, None]
         )
