@@ -31,7 +31,9 @@ def main() -> int:
     print(f"{args.who}, seed {args.seed}, {args.minutes:g} minutes, {args.backend}; log in {folder}", flush=True)
     report = campaign(args.who, folder, args.backend, args.seed, 60 * args.minutes)
     print(report)
-    if report.problems:
+    if not report.problems:
+        print("passed: nothing was violated")
+    else:
         print(f'FAILED: make hostile-campaign HOSTILE="--who {args.who} --seed {args.seed} --minutes {args.minutes:g}"')
     return int(bool(report.problems))
 
