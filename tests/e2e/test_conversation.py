@@ -42,8 +42,9 @@ def test_ten_turns_compute_next_to_nothing_again(secret_pair, expected, capsys):
 
 
 @pytest.mark.slow
-def test_ten_turns_by_shared_memory(tmp_path, tiny_args, expected):
-    with pd_pair(tmp_path, "shm", *tiny_args, decode_args=["--return-kv"]) as pair:
+def test_ten_turns_by_shared_memory(tmp_path, tiny_args, secrets, expected):
+    secret = ["--cluster-secret-file", str(secrets / "ours")]
+    with pd_pair(tmp_path, "shm", *tiny_args, *secret, router_args=secret, decode_args=["--return-kv"]) as pair:
         converse(pair, expected)
 
 

