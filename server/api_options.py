@@ -66,6 +66,13 @@ class ApiOptions:
             "by the chat template. none: reasoning is part of the text."
         ),
     )
+    stream_tool_arguments: bool = opt(
+        default=True,
+        help=(
+            "Send the arguments of a tool call while the model writes them, in streams of OpenAI's and Anthropic's "
+            "APIs. A call that a limit cuts off is then sent in part. =false sends each call when it is complete."
+        ),
+    )
     pooling: Literal["auto", "mean", "last"] = opt(
         default="auto",
         help=(

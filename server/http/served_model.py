@@ -49,7 +49,8 @@ class ServedModel:
             )
         calls, thoughts = options.tool_call_parser, options.reasoning_parser
         template = None if calls == thoughts == NONE else read_chat_template(options)
-        formats = choose_formats(calls, thoughts, None if template is None else template.with_tools)
+        text = None if template is None else template.with_tools
+        formats = choose_formats(calls, thoughts, text, streams_arguments=options.stream_tool_arguments)
         text = "" if template is None else template.default
         pooling = options.pooling if options.pooling != "auto" else pooling_of(options)
         return ServedModel(options.model_names, options.model_path, defaults, formats, text, pooling)

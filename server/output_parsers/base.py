@@ -24,6 +24,11 @@ class ParseRequest:
     """Whether the prompt ends within reasoning."""
     separates_reasoning: bool = True
     """Whether reasoning is kept apart from the text."""
+    streams_arguments: bool = False
+    """Whether arguments of calls are told as they arrive, where the format has them in JSON.
+
+    Then a call that breaks off is told in part. Otherwise, calls are told when they are complete.
+    """
 
 
 @dataclass(frozen=True)
@@ -71,14 +76,14 @@ class OutputParser:
     """Reads one answer. Events depend on the text alone, not on its pieces."""
 
     def __init__(self, output_format: OutputFormat, request: ParseRequest) -> None:
-        self._reader = Reader()
+        self._reader = Reader(streams_arguments=request.streams_arguments)
         self._parser = output_format.parse(self._reader, request)
         self._is_done = False
         self._advance()
 
     @property
     def calls(self) -> int:
-        """Return the number of tool calls found so far."""
+        """Return the number of complete tool calls found so far."""
         return self._reader.calls
 
     def feed(self, text: str) -> list[OutputEvent]:
@@ -90,7 +95,7 @@ class OutputParser:
     def end(self, *, is_cut: bool = False) -> list[OutputEvent]:
         """Return the last events, once no more text follows.
 
-        ``is_cut``: the answer ended because of a limit. A call that is not complete is dropped then: the model never
+        ``is_cut``: the answer ended because of a limit. The rest of an incomplete call is dropped then: the model never
         finished it, and no client can use half of one.
         """
         self._reader.has_ended, self._reader.is_cut = True, is_cut

@@ -33,6 +33,8 @@ class OutputFormats:
     reasoning: OutputFormat | None = None
     renders_tools: bool = False
     """Whether the chat template prints tools."""
+    streams_arguments: bool = True
+    """Whether streams tell the arguments of calls while the model writes them."""
 
     def for_request(self, *, has_tools: bool, separates_reasoning: bool) -> OutputFormat | None:
         """Return the format to parse a request's answers with; None if the whole answer is text.
@@ -50,7 +52,7 @@ class OutputFormats:
 PLAIN_TEXT = OutputFormats()
 
 
-def choose_formats(calls: str, thoughts: str, template: str | None) -> OutputFormats:
+def choose_formats(calls: str, thoughts: str, template: str | None, *, streams_arguments: bool = True) -> OutputFormats:
     """Return a model's formats of tool calls and of reasoning, by the options ``calls`` and ``thoughts``.
 
     "auto" takes the first format with signs that the chat template contains, "none" takes none. ``template``: None if
@@ -64,9 +66,8 @@ def choose_formats(calls: str, thoughts: str, template: str | None) -> OutputFor
         own = found
     elif _has_signs(text, THINK):
         own = THINK
-    return OutputFormats(
-        _chosen(calls, found if renders_tools and found is not THINK else None), _chosen(thoughts, own), renders_tools
-    )
+    of_calls = _chosen(calls, found if renders_tools and found is not THINK else None)
+    return OutputFormats(of_calls, _chosen(thoughts, own), renders_tools, streams_arguments)
 
 
 def marks_of(output_format: OutputFormat) -> OutputMarks:

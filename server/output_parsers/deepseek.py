@@ -10,7 +10,8 @@ from collections.abc import Generator
 
 from .base import OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Malformed, Parser, Reader, arguments_of, make_call
+from .json_calls import read_arguments
+from .reader import Malformed, Parser, Reader
 from .sections import only_text, reasoning, text_and_calls
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -53,16 +54,18 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
             raise Malformed("name")
         after = reader.at
         try:
-            text, value = yield from reader.json_value()
-            call = make_call(name, arguments_of(text, value))
+            yield from read_arguments(reader, name)
             yield from reader.skip_space()
             yield from reader.takes(FENCE)
             yield from reader.expect(CALL_END)
         except Malformed:
+            if reader.call is not None and reader.call.told_as is not None:
+                raise
             reader.at = after
             yield from reader.until(CALL_END)
             raise Malformed("arguments") from None
-        return [call]
+        reader.complete_call()
+        return []
 
     yield from text_and_calls(reader, markers, read)
 

@@ -1,4 +1,10 @@
-"""What an output parser finds in the text of an answer."""
+"""What an output parser finds in the text of an answer.
+
+A call is found as a whole, or while the model writes it:
+
+    ToolCall
+    ToolCallStarted ──▶ ToolArgumentsDelta* ──▶ ToolCallEnded
+"""
 
 from __future__ import annotations
 
@@ -25,4 +31,30 @@ class ToolCall(NamedTuple):
     number: int = 0
 
 
-OutputEvent = TextDelta | ReasoningDelta | ToolCall
+class ToolCallStarted(NamedTuple):
+    """The beginning of a call. Its arguments follow in pieces."""
+
+    name: str
+    number: int
+
+
+class ToolArgumentsDelta(NamedTuple):
+    """The next piece of a call's arguments."""
+
+    text: str
+    number: int
+
+
+class ToolCallEnded(NamedTuple):
+    """The end of a call that came in pieces.
+
+    ``is_complete``: False if the answer broke off, or if what followed was no call any more. The pieces are no JSON
+    then: they lack at least the brace that ends the object.
+    """
+
+    number: int
+    is_complete: bool
+
+
+CallEvent = ToolCall | ToolCallStarted | ToolArgumentsDelta | ToolCallEnded
+OutputEvent = TextDelta | ReasoningDelta | CallEvent

@@ -8,6 +8,7 @@ from typing import Any
 
 from .base import OutputFormat, ParseRequest
 from .events import ToolCall
+from .json_scan import json_text
 from .reader import Malformed, Parser, Reader, make_call, parse_json
 from .sections import only_text, reasoning, text_and_calls
 
@@ -75,7 +76,7 @@ def _value(reader: Reader, level: int) -> Generator[None, None, Any]:
         return (yield from _members(reader, level + 1))
     if mark == '"':
         reader.at -= 1
-        return (yield from reader.json_value())[1]
+        return parse_json((yield from json_text(reader)))
     if mark == "[":
         items: list[Any] = []
         yield from reader.skip_space()

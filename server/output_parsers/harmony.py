@@ -11,7 +11,9 @@ import re
 from collections.abc import Generator
 
 from .base import OutputFormat, ParseRequest
-from .reader import SPACE, Incomplete, Malformed, Parser, Reader, arguments_of, make_call
+from .json_calls import read_arguments
+from .json_scan import json_text
+from .reader import SPACE, Incomplete, Malformed, Parser, Reader
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -98,22 +100,20 @@ def _call(reader: Reader, name: str, channel: str, *, is_offered: bool) -> Parse
     """
     start = reader.at
     try:
-        text, value = yield from reader.json_value()
-        call = make_call(name, arguments_of(text, value))
+        yield from read_arguments(reader, name) if is_offered else json_text(reader)
         yield from reader.skip_space()
         mark = yield from reader.takes(*ENDS)
         if not is_offered or (not mark and reader.at < len(reader.text)):
             raise Malformed("end")
     except Malformed:
+        reader.at = 0 if reader.break_call() else start
         if not reader.is_cut:
-            reader.at = start
             yield from _body(reader, reasoning=channel == "analysis")
         else:
             reader.at = len(reader.text)
             reader.drop_read()
     else:
-        reader.emit_call(call)
-        reader.drop_read()
+        reader.complete_call()
 
 
 HARMONY = OutputFormat(

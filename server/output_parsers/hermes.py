@@ -6,7 +6,8 @@ from collections.abc import Generator
 
 from .base import CallShape, OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Parser, Reader, call_of
+from .json_calls import read_call
+from .reader import Parser, Reader
 from .sections import only_text, reasoning, text_and_calls
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -25,10 +26,10 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
         return
 
     def read(marker: str) -> Generator[None, None, list[ToolCall]]:
-        text, value = yield from reader.json_value()
-        call = call_of(text, value)
+        yield from read_call(reader)
         yield from reader.expect(END)
-        return [call]
+        reader.complete_call()
+        return []
 
     yield from text_and_calls(reader, markers, read)
 

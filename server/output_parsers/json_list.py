@@ -6,7 +6,8 @@ from collections.abc import Generator
 
 from .base import CallShape, OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Malformed, Parser, Reader, calls_of
+from .json_calls import read_calls
+from .reader import Malformed, Parser, Reader
 from .sections import reasoning, text_and_calls
 
 MARKS = (("<|tool_call|>", "<|/tool_call|>"), ("<tool_call>", "</tool_call>"), ("functools", ""))
@@ -29,15 +30,13 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
     def read(marker: str) -> Generator[None, None, list[ToolCall]]:
         if marker == RESPONSE_END:
             return []
-        text, value = yield from reader.json_value()
-        calls = calls_of(text, value)
-        if not calls:
+        if not (yield from read_calls(reader)):
             raise Malformed("calls")
         after = reader.at
         yield from reader.skip_space()
         if not (end := dict(MARKS)[marker]) or not (yield from reader.takes(end)):
             reader.at = after
-        return calls
+        return []
 
     if request.tools:
         yield from text_and_calls(reader, (*markers, RESPONSE_END), read)

@@ -6,7 +6,8 @@ from collections.abc import Generator
 
 from .base import CallShape, OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Malformed, Parser, Reader, arguments_of, make_call
+from .json_calls import read_arguments
+from .reader import Malformed, Parser, Reader
 from .sections import only_text, reasoning, text_and_calls
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -36,11 +37,10 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
             name = name.rpartition(":")[0] or name
             if not name:
                 raise Malformed("name")
-            text, value = yield from reader.json_value()
-            call = make_call(name, arguments_of(text, value))
+            yield from read_arguments(reader, name)
             yield from reader.expect(CALL_END)
-            reader.emit_call(call)
-            reader.text, reader.at = marker + reader.text[reader.at :], len(marker)
+            reader.complete_call()
+            reader.text, reader.at = marker + reader.text, len(marker)
 
     yield from text_and_calls(reader, markers, read)
 

@@ -11,7 +11,8 @@ from collections.abc import Generator
 
 from .base import CallShape, OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Malformed, Parser, Reader, call_of
+from .json_calls import read_call
+from .reader import Malformed, Parser, Reader
 from .sections import only_text, text_and_calls
 
 TAG = "<|python_tag|>"
@@ -29,35 +30,26 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
         return
 
     def read(marker: str) -> Generator[None, None, list[ToolCall]]:
-        calls = []
         separator = ";"
         while separator:
-            text, value = yield from reader.json_value()
-            call = call_of(text, value, name_keys=("name", "function"))
-            if call.name not in request.tools:
-                raise Malformed("name")
-            calls.append(call)
+            yield from read_call(reader, name_keys=("name", "function"), offered=request.tools)
             after = reader.at
             yield from reader.skip_space()
-            separator = yield from reader.takes(";")
-            if not separator:
-                separator = "{" if (yield from reader.sees("{")) else ""
-        if not marker and reader.at < len(reader.text):
-            raise Malformed("end")
-        reader.at = reader.at if reader.at == len(reader.text) else after
-        return calls
+            separator = (yield from reader.takes(";")) or (yield from reader.sees("{"))
+            if not separator and not (yield from reader.is_last()):
+                if not marker:
+                    raise Malformed("end")
+                reader.at = after
+            reader.complete_call()
+        return []
 
     yield from reader.skip_space()
     if (yield from reader.sees("{")):
         try:
-            calls = yield from read("")
-            if not (yield from reader.is_last()):
-                raise Malformed("end")
+            yield from read("")
         except Malformed:
-            reader.at = 0
-        else:
-            for call in calls:
-                reader.emit_call(call)
+            is_told = reader.break_call()
+            reader.at = len(reader.text) if is_told and reader.is_cut else 0
             reader.drop_read()
     else:
         reader.at = 0

@@ -9,7 +9,8 @@ from collections.abc import Generator
 
 from .base import CallShape, OutputFormat, ParseRequest
 from .events import ToolCall
-from .reader import Malformed, Parser, Reader, arguments_of, calls_of, make_call
+from .json_calls import read_arguments, read_calls
+from .reader import Malformed, Parser, Reader
 from .sections import only_text, reasoning, text_and_calls
 
 BEGIN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -30,14 +31,17 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
     def read(marker: str) -> Generator[None, None, list[ToolCall]]:
         yield from reader.skip_space()
         if (yield from reader.sees("[", "{")):
-            return calls_of(*(yield from reader.json_value()))
+            yield from read_calls(reader)
+            return []
         name, mark = yield from reader.until(ARGS, CALL_ID, "{")
         if mark == CALL_ID:
             _, mark = yield from reader.until(ARGS, "{")
         reader.at -= mark == "{"
         if not name.strip() or any(c in name for c in "[\"'\n "):
             raise Malformed("name")
-        return [make_call(name.strip(), arguments_of(*(yield from reader.json_value())))]
+        yield from read_arguments(reader, name.strip())
+        reader.complete_call()
+        return []
 
     yield from text_and_calls(reader, markers, read)
 

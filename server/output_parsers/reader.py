@@ -10,19 +10,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import orjson
 
-from .events import OutputEvent, ReasoningDelta, TextDelta, ToolCall
+from .events import (
+    OutputEvent,
+    ReasoningDelta,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCall,
+    ToolCallEnded,
+    ToolCallStarted,
+)
 
 Find = Callable[[str, int], re.Match[str] | None]
 Parser = Generator[None, None, None]
 """Yields where it needs more text."""
 SPACE = " \t\r\n"
-_JSON_BREAK = re.compile(r'["{}\[\]]')
-_STRING_BREAK = re.compile(r'["\\]')
 _decoder = json.JSONDecoder(strict=False)
 LEVELS_AROUND = 16
 """Levels of objects and lists that answers have around a call's arguments, generously."""
@@ -36,14 +43,35 @@ class Incomplete(Malformed):
     """The text ends within what the format requires."""
 
 
-class Reader:
-    """The text of one answer, with a place in it."""
+@dataclass
+class OpenCall:
+    """A call of a tool that is being read."""
 
-    def __init__(self) -> None:
+    name: str
+    end: str = ""
+    """Text that ends the arguments once the call is complete."""
+    pieces: list[str] = field(default_factory=list)
+    """Arguments that have not been told."""
+    told_as: int | None = None
+    """Number of a call that is told piece by piece; None: it is told when it is complete."""
+
+
+class Reader:
+    """The text of one answer, with a place in it.
+
+    ``streams_arguments``: tell the arguments of calls as they arrive, where the format allows it.
+    """
+
+    def __init__(self, *, streams_arguments: bool = False) -> None:
         self.events: list[OutputEvent] = []
         """Events that have not been taken."""
         self.calls = 0
-        """Calls so far."""
+        """Complete calls so far."""
+        self.call: OpenCall | None = None
+        """The call that is being read."""
+        self._streams_arguments = streams_arguments
+        self._numbers = 0
+        """Calls that have a number. Among them is one that broke off after its beginning was told."""
         self.has_ended = False
         """Whether no more text follows."""
         self.is_cut = False
@@ -83,10 +111,64 @@ class Reader:
             self._add(ReasoningDelta, text)
 
     def emit_call(self, call: ToolCall) -> None:
-        """Add a tool call to the events, and number it: the answer's first call is 0."""
-        self._drops_held = True
-        self.events.append(call._replace(number=self.calls))
+        """Add a complete tool call to the events, and number it: the answer's first call is 0."""
+        self.events.append(call._replace(number=self._number()))
         self.calls += 1
+
+    def _number(self) -> int:
+        self._drops_held = True
+        self._numbers += 1
+        return self._numbers - 1
+
+    def open_call(self, name: str) -> OpenCall:
+        """Begin a call of the tool ``name``. ``add_arguments`` adds its arguments, all but the brace that ends them.
+
+        Raises ``Malformed`` if answers can't contain the name.
+        """
+        make_call(name, "{}")
+        self.call = OpenCall(name, "}")
+        if self._streams_arguments:
+            self.call.told_as = self._number()
+            self.events.append(ToolCallStarted(name, self.call.told_as))
+        return self.call
+
+    def hold_call(self, call: ToolCall) -> None:
+        """Open a call with all of its arguments. It is told when it is complete."""
+        self.call = OpenCall(call.name, pieces=[call.arguments])
+
+    def add_arguments(self, text: str) -> None:
+        """Add a piece of the arguments of the open call."""
+        assert self.call is not None
+        number = self.call.told_as
+        if number is None:
+            self.call.pieces.append(text)
+        elif isinstance(last := self.events[-1] if self.events else None, ToolArgumentsDelta):
+            self.events[-1] = ToolArgumentsDelta(last.text + text, number)
+        else:
+            self.events.append(ToolArgumentsDelta(text, number))
+
+    def complete_call(self) -> None:
+        """Complete the open call, and forget the text before the reader's position."""
+        assert self.call is not None
+        self.add_arguments(self.call.end)
+        call, self.call = self.call, None
+        if call.told_as is None:
+            self.emit_call(make_call(call.name, "".join(call.pieces)))
+        else:
+            self.events.append(ToolCallEnded(call.told_as, True))
+            self.calls += 1
+        self.drop_read()
+
+    def break_call(self) -> bool:
+        """Give up the open call, if there is one. Return whether its beginning has been told.
+
+        Then the text that has not been told begins at the beginning of ``text``.
+        """
+        call, self.call = self.call, None
+        if call is None or call.told_as is None:
+            return False
+        self.events.append(ToolCallEnded(call.told_as, False))
+        return True
 
     def leave_reasoning(self) -> None:
         """Note that reasoning has ended: white space before the answer is not part of it."""
@@ -235,41 +317,6 @@ class Reader:
                     break
         return end
 
-    def json_value(self) -> Generator[None, None, tuple[str, Any]]:
-        """Return the JSON object, list or string at the position, as text and decoded, and move past it.
-
-        Raises ``Malformed`` for anything else. Strings may contain line breaks as they are, which models write. Yields
-        whenever it needs more text.
-        """
-        yield from self.skip_space()
-        start = at = self.at
-        depth, in_string = 0, False
-        while True:
-            found = (_STRING_BREAK if in_string else _JSON_BREAK).search(self.text, at)
-            if found is None:
-                if self.has_ended:
-                    raise Incomplete("JSON")
-                at = len(self.text)
-                yield
-                continue
-            if not in_string and not depth and found.start() > start:
-                raise Malformed("JSON")
-            at, mark = found.end(), found.group()
-            if mark == "\\":
-                while at >= len(self.text) and not self.has_ended:
-                    yield
-                at += 1
-            elif mark == '"':
-                in_string = not in_string
-            else:
-                depth += 1 if mark in "{[" else -1
-            if not depth and not in_string:
-                break
-        text = self.text[start:at]
-        value = parse_json(text)
-        self.at = at
-        return text, value
-
 
 @cache
 def _search(markers: tuple[str, ...]) -> tuple[Find, Find]:
@@ -294,33 +341,6 @@ def parse_json(text: str) -> Any:
     if end != len(text.strip(SPACE)):
         raise Malformed("JSON")
     return value
-
-
-def members(text: str) -> dict[str, str]:
-    """Return each value of a JSON object by its key, not decoded but as it is written. Raises ``Malformed``."""
-    found: dict[str, str] = {}
-    at = _skip(text, text.index("{") + 1)
-    try:
-        while text[at] != "}":
-            key, at = _decoder.raw_decode(text, at)
-            at = _skip(text, at)
-            if text[at] != ":" or not isinstance(key, str):
-                raise Malformed("JSON")
-            at = _skip(text, at + 1)
-            _, end = _decoder.raw_decode(text, at)
-            found[key] = text[at:end]
-            at = _skip(text, end)
-            if text[at] == ",":
-                at = _skip(text, at + 1)
-    except (ValueError, IndexError, RecursionError) as e:
-        raise Malformed("JSON") from e
-    return found
-
-
-def _skip(text: str, at: int) -> int:
-    while at < len(text) and text[at] in SPACE:
-        at += 1
-    return at
 
 
 def strict_json(text: str) -> str:
@@ -357,38 +377,6 @@ def make_call(name: str, arguments: str) -> ToolCall:
     except (ValueError, TypeError) as e:
         raise Malformed("call") from e
     return ToolCall(name, arguments)
-
-
-def call_of(text: str, value: Any, *, name_keys: Sequence[str] = ("name",)) -> ToolCall:
-    """Return the call that a JSON object describes by a name and ``arguments`` or ``parameters``.
-
-    ``text``: the object as it is written. ``value``: decoded. ``name_keys``: keys that may hold the name. Raises
-    ``Malformed``.
-    """
-    if not isinstance(value, dict):
-        raise Malformed("call")
-    name = next((value[key] for key in name_keys if key in value), None)
-    key = next((key for key in ("arguments", "parameters") if key in value), None)
-    if not isinstance(name, str) or not name:
-        raise Malformed("name")
-    if key is None:
-        return make_call(name, "{}")
-    return make_call(name, arguments_of(members(text)[key], value[key]))
-
-
-def calls_of(text: str, value: Any) -> list[ToolCall]:
-    """Return the call that a JSON object describes, or the calls of a list of such objects. Raises ``Malformed``.
-
-    ``text``: the value as it is written. ``value``: decoded.
-    """
-    if not isinstance(value, list):
-        return [call_of(text, value)]
-    calls, at = [], _skip(text, 1)
-    for item in value:
-        _, end = _decoder.raw_decode(text, at)
-        calls.append(call_of(text[at:end], item))
-        at = _skip(text, _skip(text, end) + 1)
-    return calls
 
 
 def arguments_of(text: str, value: Any) -> str:

@@ -9,7 +9,7 @@ from .events import ToolCall
 from .reader import SPACE, Incomplete, Malformed, Parser, Reader
 
 ReadCalls = Callable[[str], Generator[None, None, list[ToolCall]]]
-"""Reads the calls behind the marker that it is given. Raises ``Malformed``."""
+"""Reads the calls behind the marker that it is given, and returns those that are not emitted. Raises ``Malformed``."""
 
 
 def reasoning(reader: Reader, request: ParseRequest, *pairs: tuple[str, str], calls: Sequence[str] = ()) -> Parser:
@@ -48,16 +48,20 @@ def text_and_calls(reader: Reader, markers: Sequence[str], read: ReadCalls) -> P
     """Emit the rest of an answer: text, and the calls that begin with one of ``markers``.
 
     ``read`` reads the calls after a marker. What begins like a call and is none is emitted as text, so nothing is lost.
+    If the beginning of such a call has been told, only the rest is emitted.
     """
     while marker := (yield from reader.show_until(*markers)):
         try:
             calls = yield from read(marker)
         except Incomplete:
+            is_told = reader.break_call()
             # Nothing but the marker is no text either.
-            if not reader.is_cut and reader.text[len(marker) :].strip(SPACE):
+            if not reader.is_cut and (is_told or reader.text.removeprefix(marker).strip(SPACE)):
                 reader.emit_text(reader.text)
             reader.at = len(reader.text)
         except Malformed:
+            if reader.break_call():
+                reader.at = 0
             reader.emit_text(reader.text[: reader.at])
         else:
             for call in calls:

@@ -83,7 +83,9 @@ class FakeEngine:
             max_requests=self.options.max_queued_requests + self.options.max_running_requests,
         )
         own = self.options
-        formats = choose_formats(own.tool_call_parser, own.reasoning_parser, template)
+        formats = choose_formats(
+            own.tool_call_parser, own.reasoning_parser, template, streams_arguments=own.stream_tool_arguments
+        )
         model = ServedModel(own.model_names, own.model_path, formats=formats)
         self.app: ASGIApp = make_app(own, self.client, "e1", model, own_admin_key=ADMIN_KEY)
         self.hold = hold

@@ -14,7 +14,16 @@ from typing import Any
 
 import orjson
 
-from ...output_parsers.events import OutputEvent, ReasoningDelta, TextDelta, ToolCall
+from ...output_parsers.events import (
+    CallEvent,
+    OutputEvent,
+    ReasoningDelta,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCall,
+    ToolCallEnded,
+    ToolCallStarted,
+)
 from ..generation.tool_use import part_id
 
 BlockEvent = dict[str, Any]
@@ -65,11 +74,16 @@ class ContentBlocks:
         if not self._omits_thought:
             yield self._delta({"type": "thinking_delta", "thinking": thought})
 
-    def _call(self, call: ToolCall) -> Iterator[BlockEvent]:
-        name = f"toolu_{part_id(self._rid, 0, call.number)}"
-        yield from self._start("tool_use", {"id": name, "name": call.name, "input": {}, "caller": {"type": "direct"}})
-        yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-        yield from self.end()
+    def _call(self, event: CallEvent) -> Iterator[BlockEvent]:
+        if isinstance(event, ToolCall | ToolCallStarted):
+            name = f"toolu_{part_id(self._rid, 0, event.number)}"
+            call = {"id": name, "name": event.name, "input": {}, "caller": {"type": "direct"}}
+            yield from self._start("tool_use", call)
+        if isinstance(event, ToolCall | ToolArgumentsDelta):
+            text = event.arguments if isinstance(event, ToolCall) else event.text
+            yield self._delta({"type": "input_json_delta", "partial_json": text})
+        if isinstance(event, ToolCall | ToolCallEnded):
+            yield from self.end()
 
     def _start(self, kind: str, fields: dict[str, Any]) -> Iterator[BlockEvent]:
         """Start a block of type ``kind`` after the end of the open one, unless that is of the same type."""

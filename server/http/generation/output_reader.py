@@ -1,6 +1,7 @@
 """Reads the events of an answer (text, reasoning, tool calls) out of the text that the engine sends.
 
-A whole answer is read as a stream of one piece, so both have the same events.
+A whole answer is read as a stream of one piece. Only its calls differ: they are complete, while those of a stream may
+come in pieces, and break off.
 """
 
 from __future__ import annotations
@@ -78,12 +79,16 @@ class PlainReader:
 
 
 class ParsedReader:
-    """Reads answers by the format of the model."""
+    """Reads answers by the format of the model.
 
-    def __init__(self, output_format: OutputFormat, request: ParseRequest) -> None:
+    ``streams_arguments``: in streams, tell the arguments of calls while the model writes them.
+    """
+
+    def __init__(self, output_format: OutputFormat, request: ParseRequest, *, streams_arguments: bool = False) -> None:
         self.marks = marks_of(output_format)
         self._format = output_format
         self._request = request
+        self._streams_arguments = streams_arguments
         self._parsers: dict[int, OutputParser] = {}
 
     def read(self, delta: Delta) -> Sequence[OutputEvent]:
@@ -98,7 +103,7 @@ class ParsedReader:
         choice = delta.choice
         parser = self._parsers.get(choice.index)
         if parser is None:
-            parser = self._parsers[choice.index] = self._parser(choice)
+            parser = self._parsers[choice.index] = self._parser(choice, streams_arguments=self._streams_arguments)
         sent = parser.feed(delta.sent_before) if delta.sent_before else []
         events = parser.feed(delta.text) if delta.text else []
         if delta.finish is not None:
@@ -110,7 +115,7 @@ class ParsedReader:
 
         A new parser replaces that of its deltas.
         """
-        parser = self._parsers[choice.index] = self._parser(choice)
+        parser = self._parsers[choice.index] = self._parser(choice, streams_arguments=False)
         finish = choice.finish
         return [*parser.feed(choice.text), *parser.end(is_cut=finish is not None and is_cut(finish))]
 
@@ -119,9 +124,10 @@ class ParsedReader:
         parser = self._parsers.get(choice.index)
         return parser is not None and parser.calls > 0
 
-    def _parser(self, choice: Choice) -> OutputParser:
+    def _parser(self, choice: Choice, *, streams_arguments: bool) -> OutputParser:
         begins = choice.reasoning is not None and choice.reasoning.begins_open
-        return OutputParser(self._format, replace(self._request, begins_in_reasoning=begins))
+        request = replace(self._request, begins_in_reasoning=begins, streams_arguments=streams_arguments)
+        return OutputParser(self._format, request)
 
 
 def is_cut(finish: FinishReason) -> bool:

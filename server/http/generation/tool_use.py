@@ -31,11 +31,14 @@ class ToolUse:
     """Whether one answer may have several calls."""
 
 
-def make_reader(use: ToolUse, formats: OutputFormats, *, separates_reasoning: bool) -> OutputReader:
+def make_reader(
+    use: ToolUse, formats: OutputFormats, *, separates_reasoning: bool, has_deltas: bool = True
+) -> OutputReader:
     """Choose the reader that splits answers into text, reasoning and tool calls.
 
-    ``formats``: the model's. ``separates_reasoning``: whether reasoning is kept apart from the text. Raises
-    ``ApiError`` 400 for tools that the model's template or format does not support.
+    ``formats``: the model's. ``separates_reasoning``: whether reasoning is kept apart from the text. ``has_deltas``:
+    whether streams of the API can send arguments of calls in pieces. Raises ``ApiError`` 400 for tools that the model's
+    template or format does not support.
     """
     if use.schemas and not formats.renders_tools:
         raise bad_request("tools", NO_TOOLS)
@@ -44,7 +47,8 @@ def make_reader(use: ToolUse, formats: OutputFormats, *, separates_reasoning: bo
     output_format = formats.for_request(has_tools=bool(use.schemas), separates_reasoning=separates_reasoning)
     if output_format is None:
         return PlainReader()
-    return ParsedReader(output_format, ParseRequest(use.schemas, separates_reasoning=separates_reasoning))
+    request = ParseRequest(use.schemas, separates_reasoning=separates_reasoning)
+    return ParsedReader(output_format, request, streams_arguments=has_deltas and formats.streams_arguments)
 
 
 def forced_call(use: ToolUse, formats: OutputFormats) -> Grammar | None:

@@ -32,7 +32,7 @@ async def chat(request: Request) -> Response:
     name = answered_name(body.model, state.model)
     if not body.messages:
         return loaded(body, name, ChatParts())
-    reader = make_reader(ToolUse(body.schemas), state.model.formats, separates_reasoning=True)
+    reader = make_reader(ToolUse(body.schemas), state.model.formats, separates_reasoning=True, has_deltas=False)
     return respond(state, body, name, Prompt(chat=chat_of(body)), reader, ChatParts())
 
 

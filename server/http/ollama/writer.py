@@ -117,7 +117,7 @@ class OllamaRenderer:
                 text += event.text
             elif isinstance(event, ReasoningDelta):
                 thinking += event.text
-            else:
+            elif isinstance(event, ToolCall):
                 function = {"index": event.number, "name": event.name, "arguments": _arguments(event)}
                 call_id = part_id(self._rid, choice.index, event.number)
                 calls.append({"id": f"call_{call_id}", "function": function})

@@ -105,12 +105,27 @@ class CalledFunctionAnswer(AnswerBody):
 
 
 class ToolCallAnswer(AnswerBody):
-    """A call of a tool. ``index`` is in events only."""
+    """A call of a tool."""
 
     id: str
     type: Literal["function"]
     function: CalledFunctionAnswer
-    index: int | None = None
+
+
+class FunctionDelta(AnswerBody):
+    """What is new of a function that the model calls. Pieces of ``arguments`` add up to a JSON object."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(AnswerBody):
+    """What is new of a call of a tool. Only its first event has ``id``, ``type`` and the function's name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
 
 
 class ChatMessageAnswer(AnswerBody):
@@ -148,7 +163,7 @@ class ChatDelta(AnswerBody):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCallAnswer] | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(AnswerBody):

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...output_parsers.events import OutputEvent, ReasoningDelta, TextDelta, ToolCall
+from ...output_parsers.events import (
+    OutputEvent,
+    ReasoningDelta,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCall,
+    ToolCallEnded,
+    ToolCallStarted,
+)
 from ..engine.submission import Choice
 from ..generation.tool_use import ToolUse, part_id
 from .schemas import ChatBody
@@ -54,13 +62,20 @@ class MessageParts:
             elif isinstance(event, ReasoningDelta):
                 if self._includes_reasoning:
                     parts["reasoning_content"] = parts.get("reasoning_content", "") + event.text
-            elif (call := self._call(choice, event)) is not None:
-                parts.setdefault("tool_calls", []).append(call)
+            elif not isinstance(event, ToolCallEnded) and (self._most_calls is None or event.number < self._most_calls):
+                self._add_call(choice, event, parts.setdefault("tool_calls", []))
         return parts
 
-    def _call(self, choice: Choice, call: ToolCall) -> dict[str, Any] | None:
-        if self._most_calls is not None and call.number >= self._most_calls:
-            return None
-        name = part_id(self._rid, choice.index, call.number)
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"index": call.number, "id": f"call_{name}", "type": "function", "function": function}
+    def _add_call(
+        self, choice: Choice, event: ToolCall | ToolCallStarted | ToolArgumentsDelta, calls: list[dict[str, Any]]
+    ) -> None:
+        """Add to ``calls`` what ``event`` tells of a call. Arguments that belong to its last entry are joined to it."""
+        if isinstance(event, ToolArgumentsDelta):
+            if calls and calls[-1]["index"] == event.number:
+                calls[-1]["function"]["arguments"] += event.text
+            else:
+                calls.append({"index": event.number, "function": {"arguments": event.text}})
+        else:
+            name = part_id(self._rid, choice.index, event.number)
+            function = {"name": event.name, "arguments": event.arguments if isinstance(event, ToolCall) else ""}
+            calls.append({"index": event.number, "id": f"call_{name}", "type": "function", "function": function})

@@ -80,12 +80,17 @@ def read_conversation(body: ResponsesBody) -> Conversation:
 def _turns(items: Iterable[InputItem | str]) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     turn: _AssistantTurn | None = None
+    broken: set[str | None] = set()
     for item in items:
         if isinstance(item, str):
             messages.append(ChatMessage("user", pack(item)))
             continue
         if item.type == REASONING and not item.thought():
             # Only another server can read it.
+            continue
+        if item.is_broken or (item.type == OUTPUT and item.call_id in broken):
+            # No template could print it, nor what a client answers to it.
+            broken.add(item.call_id)
             continue
         if turn is not None and not turn.takes(item):
             messages.append(turn.message())

@@ -22,6 +22,7 @@ NEEDS: Needs = {
     CALL: ("call_id", "name", "arguments"),
     OUTPUT: ("call_id", "output"),
 }
+INCOMPLETE = "incomplete"
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ItemId = Annotated[str, Field(max_length=512)]
 
@@ -62,7 +63,7 @@ Content = TextOrParts[ContentPart]
 class InputItem(Body):
     """An item of ``input``. Its type says which fields it needs; one with a ``role`` is a message by default."""
 
-    unserved: ClassVar[Unserved] = dict.fromkeys(("id", "status", "phase", "created_by", "namespace"), ANYTHING)
+    unserved: ClassVar[Unserved] = dict.fromkeys(("id", "phase", "created_by", "namespace"), ANYTHING)
 
     type: TypeName = MESSAGE
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -76,14 +77,27 @@ class InputItem(Body):
     """Output of a call."""
     summary: Parts = Field(default_factory=list)
     encrypted_content: str | None = None
+    status: Annotated[str, Field(max_length=64)] | None = None
+    """Status that an answer gave the item. "incomplete" means that a call may have only a part of its arguments."""
     _decoded: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _is_broken: bool = PrivateAttr(default=False)
 
     @model_validator(mode="after")
     def _check_type(self, info: ValidationInfo) -> InputItem:
         check_type(self, self.type, NEEDS)
         if self.type == CALL:
-            self._decoded = decode_arguments(self.name or "", self.arguments or "", info.context)
+            try:
+                self._decoded = decode_arguments(self.name or "", self.arguments or "", info.context)
+            except ValueError:
+                if self.status != INCOMPLETE:
+                    raise
+                self._is_broken = True
         return self
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether this is a call that the model did not finish."""
+        return self._is_broken
 
     @property
     def decoded(self) -> dict[str, Any]:

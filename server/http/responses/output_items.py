@@ -2,9 +2,9 @@
 
     closed ──text──▶ message ──▶ reasoning or call comes, or the answer ends ──▶ closed
     closed ──reasoning──▶ reasoning ──▶ text or call comes, or the answer ends ──▶ closed
-    closed ──call──▶ closed: calls come whole
+    closed ──call──▶ call ──▶ call has ended ──▶ closed
 
-A call that no request may send back, such as one nested too deep, is written as text.
+A call that comes whole and that no request may send back, such as one nested too deep, is written as text.
 
 Ids derive from the request's id and the item's place. So an answer that goes on at another instance keeps them.
 """
@@ -15,7 +15,15 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...output_parsers.events import OutputEvent, ReasoningDelta, ToolCall
+from ...output_parsers.events import (
+    CallEvent,
+    OutputEvent,
+    ReasoningDelta,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCall,
+    ToolCallStarted,
+)
 from ..bodies.tool_fields import decode_arguments
 from ..generation.tool_use import part_id
 from .sealed import seal
@@ -50,6 +58,18 @@ class _OpenItem:
         return {} if self.is_reasoning else {"logprobs": []}
 
 
+@dataclass
+class _OpenCall:
+    """A call with growing arguments. ``item``: the item's fields that do not change."""
+
+    item: dict[str, Any]
+    pieces: list[str] = field(default_factory=list)
+
+    def written(self, arguments: str, status: str) -> dict[str, Any]:
+        """Return the item with ``arguments`` and ``status``."""
+        return {**self.item, "arguments": arguments, "status": status}
+
+
 class OutputItems:
     """The items of one response.
 
@@ -62,14 +82,15 @@ class OutputItems:
         self._most_calls = most_calls
         self._seals = seals
         self._open: _OpenItem | None = None
+        self._open_call: _OpenCall | None = None
         self.items: list[dict[str, Any]] = []
         """Items that are complete."""
 
     def add(self, event: OutputEvent) -> list[Event]:
         """Add what is new of the answer, and return the events that tell it."""
-        if isinstance(event, ToolCall):
-            return self._call(event)
-        return self._grow(event.text, is_reasoning=isinstance(event, ReasoningDelta))
+        if isinstance(event, TextDelta | ReasoningDelta):
+            return self._grow(event.text, is_reasoning=isinstance(event, ReasoningDelta))
+        return self._add_call(event) if event.number < self._most_calls else []
 
     def end(self, *, is_cut: bool) -> list[Event]:
         """Complete the item that is open, and return the events that tell it. ``is_cut``: the answer is incomplete."""
@@ -104,37 +125,44 @@ class OutputItems:
         ]
         return [*events, self._done(self._written(item, [part], status))]
 
-    def _call(self, call: ToolCall) -> list[Event]:
-        if call.number >= self._most_calls:
-            return []
-        try:
-            decode_arguments(call.name, call.arguments)
-        except ValueError:
-            # No request could send it back, nor go on after it.
-            return self._grow(f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}', is_reasoning=False)
+    def _add_call(self, event: CallEvent) -> list[Event]:
+        if isinstance(event, ToolCall):
+            if not _can_be_sent_back(event.name, event.arguments):
+                text = f'{{"name": {json.dumps(event.name)}, "arguments": {event.arguments}}}'
+                return self._grow(text, is_reasoning=False)
+            begun = self._start_call(event.name, event.number)
+            return [*begun, *self._grow_call(event.arguments), *self._end_call(is_complete=True)]
+        if isinstance(event, ToolCallStarted):
+            return self._start_call(event.name, event.number)
+        if isinstance(event, ToolArgumentsDelta):
+            return self._grow_call(event.text)
+        return self._end_call(is_complete=event.is_complete)
+
+    def _start_call(self, name: str, number: int) -> list[Event]:
         events = self._close("completed")
-        item_id = self._id("fc")
-        item = {
-            "id": item_id,
-            "type": "function_call",
-            "status": "completed",
-            "call_id": f"call_{part_id(self._rid, 0, call.number)}",
-            "name": call.name,
-            "arguments": call.arguments,
-        }
-        place = {"item_id": item_id, "output_index": len(self.items)}
-        return [
-            *events,
-            self._item("added", item | {"status": "in_progress", "arguments": ""}),
-            {"type": "response.function_call_arguments.delta", **place, "delta": call.arguments},
-            {
-                "type": "response.function_call_arguments.done",
-                **place,
-                "name": call.name,
-                "arguments": call.arguments,
-            },
-            self._done(item),
-        ]
+        call_id = f"call_{part_id(self._rid, 0, number)}"
+        call = _OpenCall({"id": self._id("fc"), "type": "function_call", "call_id": call_id, "name": name})
+        self._open_call = call
+        return [*events, self._item("added", call.written("", "in_progress"))]
+
+    def _grow_call(self, text: str) -> list[Event]:
+        assert self._open_call is not None
+        self._open_call.pieces.append(text)
+        return [self._told_call("delta", delta=text)]
+
+    def _end_call(self, *, is_complete: bool) -> list[Event]:
+        assert self._open_call is not None
+        call, arguments = self._open_call, "".join(self._open_call.pieces)
+        name = call.item["name"]
+        status = "completed" if is_complete and _can_be_sent_back(name, arguments) else "incomplete"
+        told = self._told_call("done", name=name, arguments=arguments)
+        self._open_call = None
+        return [told, self._done(call.written(arguments, status))]
+
+    def _told_call(self, step: str, **fields: Any) -> Event:
+        assert self._open_call is not None
+        place = {"item_id": self._open_call.item["id"], "output_index": len(self.items)}
+        return {"type": f"response.function_call_arguments.{step}", **place, **fields}
 
     def _written(self, item: _OpenItem, content: list[dict[str, Any]], status: str) -> dict[str, Any]:
         if not item.is_reasoning:
@@ -162,3 +190,12 @@ class OutputItems:
         event = self._item("done", item)
         self.items.append(item)
         return event
+
+
+def _can_be_sent_back(name: str, arguments: str) -> bool:
+    """Return whether a request may have a call with these arguments. None could go on after one that it may not."""
+    try:
+        decode_arguments(name, arguments)
+    except ValueError:
+        return False
+    return True

@@ -122,6 +122,27 @@ def streamed(body: dict[str, Any], output: str = OUTPUT, **how: Any) -> dict[str
     return add_up(events_of(response.text))
 
 
+def pieces_of_input(response: httpx.Response) -> list[str]:
+    deltas = [event["delta"] for event in events_of(response.text) if event["type"] == "content_block_delta"]
+    return [delta["partial_json"] for delta in deltas if delta["type"] == "input_json_delta"]
+
+
+def test_inputs_of_calls_are_streamed_while_the_model_writes_them() -> None:
+    body = {"tools": [TOOL], "stream": True}
+    pieces = pieces_of_input(ask(body, CALL, piece=3)[0])
+    assert "".join(pieces) == '{"city": "Rome"}'
+    assert len(pieces) > 4
+    whole = pieces_of_input(ask(body, CALL, piece=3, stream_tool_arguments=False)[0])
+    assert whole == ['{"city": "Rome"}']
+
+
+def test_a_stream_has_the_beginning_of_a_call_that_is_cut() -> None:
+    response, _ = ask({"tools": [TOOL], "stream": True}, CALL[:-20], finish=FinishReason(FinishType.LENGTH))
+    assert pieces_of_input(response)[-1] != "}"
+    *_, stop, ending, _ = events_of(response.text)
+    assert (stop["type"], ending["delta"]["stop_reason"]) == ("content_block_stop", "max_tokens")
+
+
 def test_thinking_text_and_calls_are_blocks() -> None:
     response, engine = ask({"tools": [TOOL]})
     message = message_of(response)

@@ -256,14 +256,45 @@ def test_no_effort_turns_reasoning_off() -> None:
     assert sent(body).template_args == {"reasoning_effort": "none", "enable_thinking": False, "thinking": True}
 
 
+NESTED = '{"name": "weather", "arguments": {"a": ' + "[" * 70 + "]" * 70 + "}}"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_no_request_could_send_back_is_text(stream: bool) -> None:
-    nested = '{"name": "weather", "arguments": {"a": ' + "[" * 70 + "]" * 70 + "}}"
-    response, _ = ask({"tools": [TOOL], "stream": stream}, f"<tool_call>\n{nested}\n</tool_call>")
+    output = f"<tool_call>\n{NESTED}\n</tool_call>"
+    response, _ = ask({"tools": [TOOL], "stream": stream}, output, stream_tool_arguments=False)
     answer = check_stream(events_of(response.text)) if stream else response_of(response)
     (message,) = answer["output"]
-    assert json.loads(message["content"][0]["text"]) == json.loads(nested)
+    assert json.loads(message["content"][0]["text"]) == json.loads(NESTED)
     assert len(sent({"input": [{"role": "user", "content": ASK}, message]}).messages) == 2
+
+
+def test_arguments_are_streamed_while_the_model_writes_them() -> None:
+    output = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    found = events_of(ask({"tools": [TOOL], "stream": True}, output, piece=3)[0].text)
+    (call,) = check_stream(found)["output"]
+    assert (call["arguments"], call["status"]) == ('{"city": "Rome"}', "completed")
+    assert sum(event["type"] == "response.function_call_arguments.delta" for event in found) > 4
+
+
+@pytest.mark.parametrize(
+    ("output", "finish"),
+    [
+        (f"<tool_call>\n{NESTED}\n</tool_call>", FinishType.STOP),
+        ('<tool_call>\n{"name": "weather", "arguments": {"city": "Ro', FinishType.LENGTH),
+        ('<tool_call>\n{"name": "weather", "arguments": {"city": Rome}}', FinishType.STOP),
+    ],
+    ids=["too deep", "cut", "no JSON"],
+)
+def test_a_call_that_was_begun_and_is_none_is_incomplete(output: str, finish: FinishType) -> None:
+    """A conversation can go on after it. It is left out, and so is what the client answers to it."""
+    response, _ = ask({"tools": [TOOL], "stream": True}, output, finish=finish)
+    call, *_ = check_stream(events_of(response.text))["output"]
+    assert (call["type"], call["status"]) == ("function_call", "incomplete")
+    question = {"role": "user", "content": ASK}
+    answered = {"type": "function_call_output", "call_id": call["call_id"], "output": "not JSON"}
+    assert sent({"input": [question, call, answered, question]}).messages == [ChatMessage("user", ASK)] * 2
+    assert refused({"input": [question, {**call, "status": "completed"}]})[0] == "input[1]"
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_new_tokens"])

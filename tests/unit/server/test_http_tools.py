@@ -75,8 +75,14 @@ def fold(chunks: Sequence[dict[str, Any]], index: int = 0) -> dict[str, Any]:
                     continue
                 for call in value:
                     calls = message.setdefault("tool_calls", [])
-                    assert call["index"] == len(calls)
-                    calls.append({key: call[key] for key in call if key != "index"})
+                    if "id" in call:
+                        assert call["index"] == len(calls)
+                        calls.append({**call, "function": {**call["function"]}})
+                        continue
+                    assert call["index"] == len(calls) - 1
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    for call in message.get("tool_calls", ()):
+        del call["index"]
     if message["content"] == "" and "tool_calls" in message:
         message["content"] = None
     return message
@@ -108,6 +114,51 @@ def test_a_stream_adds_up_to_the_whole_answer(piece: int) -> None:
     assert fold(chunks) == whole
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
+
+
+def pieces_of_arguments(chunks: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the arguments of each part of a call in a stream."""
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    return [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())]
+
+
+def test_arguments_are_streamed_while_the_model_writes_them() -> None:
+    chunks = events(ask({"tools": [TOOL], "stream": True}, f"Hm. {CALL}", piece=3)[0])
+    first, *others = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert (first["index"], first["type"], first["function"]["name"]) == (0, "function", "weather")
+    assert all(call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"} for call in others)
+    pieces = pieces_of_arguments(chunks)
+    assert "".join(pieces) == '{"city": "Rome"}'
+    assert len(pieces) > 4
+    # The brace that ends them is the call's end.
+    assert pieces[-1].endswith("}")
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_calls_are_sent_whole_where_the_server_says_so() -> None:
+    body = {"tools": [TOOL], "stream": True, "rid": "r"}
+    chunks = events(ask(body, piece=3, stream_tool_arguments=False)[0])
+    assert pieces_of_arguments(chunks) == ['{"city": "Rome"}', '{"city": "Bari"}']
+    assert fold(chunks) == fold(events(ask(body, piece=3)[0]))
+
+
+def test_a_stream_has_a_part_of_a_call_that_is_cut() -> None:
+    body, output = {"tools": [TOOL], "stream": True}, OUTPUT[:-20]
+    chunks = events(ask(body, output, finish=FinishType.LENGTH)[0])
+    assert [call["function"]["arguments"] for call in fold(chunks)["tool_calls"]] == ['{"city": "Rome"}', '{"city": "']
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    whole = fold(events(ask(body, output, finish=FinishType.LENGTH, stream_tool_arguments=False)[0]))
+    assert arguments(whole) == [{"city": "Rome"}]
+
+
+def test_a_call_that_breaks_ends_with_text_and_is_none() -> None:
+    output = '<tool_call>\n{"name": "weather", "arguments": {"city": Rome}}\n</tool_call>'
+    chunks = events(ask({"tools": [TOOL], "stream": True}, output, piece=4)[0])
+    message = fold(chunks)
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"city": ']
+    assert message["content"] == "Rome}}\n</tool_call>"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert message_of(ask({"tools": [TOOL]}, output)[0]) == {"role": "assistant", "content": output}
 
 
 def test_ids_of_calls_differ_and_are_the_same_at_every_instance() -> None:
