@@ -7,6 +7,7 @@ taken as on a GPU, and results mean nothing.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -42,6 +43,7 @@ from tests.unit.model_runner.test_native_steps import make_row, make_step
 pytest.importorskip("triton")
 from support.kernel_variants import variants_asked_for
 
+from tests.unit.model_runner import test_kernel_variants
 from tests.unit.model_runner.test_kernel_variants import PAGE, ROWS, draw_step, make_steps
 
 CHUNK, VOCAB = 160, 4096
@@ -157,7 +159,12 @@ def test_more_graphs_than_one_take_no_more_but_for_the_drivers_part(device, tmp_
 
 
 def test_logits_that_are_copied_for_some_rows_were_measured(device, tmp_path: Path, monkeypatch) -> None:
-    """Rows that do not sample, or want no log-probabilities, are left out of a copy of the others' logits."""
+    """Rows that do not sample, or want no log-probabilities, are left out of a copy of the others' logits.
+
+    With few rows the copy takes less than the scores of one more row.
+    """
+    for module in (sys.modules[__name__], test_kernel_variants):
+        monkeypatch.setattr(module, "ROWS", 64)
     few = {"max_logprobs_per_request": 1, "chunked_prefill_size": 2, "cuda_graph_bs": str(ROWS)}
     instance = Instance(model_of("qwen3", tmp_path, vocab_size=VOCAB), device, monkeypatch, **few)
     instance.serve(largest_steps(instance.model.context_length, 1, 1))
