@@ -33,11 +33,11 @@ for fd in running:
 """
 
 
-def end_with_this_process(process: subprocess.Popen[bytes]) -> None:
-    """End ``process`` with SIGKILL if this process dies first. Its children have to see to themselves."""
+def end_with_this_process(pid: int) -> None:
+    """End the child process ``pid`` with SIGKILL if this process dies first. Its children have to see to themselves."""
     pipe = _watcher().stdin
     assert pipe is not None
-    pipe.write(f"{process.pid}\n".encode())
+    pipe.write(f"{pid}\n".encode())
     pipe.flush()
 
 

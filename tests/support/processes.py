@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import httpx
 import psutil
@@ -22,6 +23,7 @@ import psutil
 from pdserve.runtime.python import python_command
 
 from .admin_key import ADMIN_KEY, as_admin
+from .forked import COMMAND, Forked, can_fork, forks
 from .hostile_folder import hostile_folder
 from .machine import limit
 from .orphans import end_with_this_process
@@ -127,7 +129,7 @@ class Launched:
     env: Mapping[str, str] | None = None
     host: str = "127.0.0.1"
     enter: Sequence[str] = ()
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Forked | None = None
     client: httpx.Client = field(
         default_factory=lambda: httpx.Client(
             timeout=limit(ANSWER_SECONDS), limits=NO_REUSE, trust_env=False, auth=as_admin()
@@ -143,20 +145,26 @@ class Launched:
         """Launch; doesn't wait."""
         args = [*self.args, *self._admin_args(), *self._open_args()]
         with self.log_path.open("ab") as log:
-            argv = [*self.enter, *python_command("-m", "pdserve.server.cli", *args, python=self.python)]
-            if self.groups:
-                enter = "".join(f'echo $$ > "{group}/cgroup.procs" && ' for group in self.groups)
-                argv = ["sh", "-c", f'{enter} exec "$@"', "sh", *argv]
-            folder = hostile_folder()
-            self.process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=folder.environment(self.env),
-                cwd=folder.path,
-            )
-        end_with_this_process(self.process)
+            if self._can_be_forked():
+                self.process = forks().start(COMMAND, args, log.fileno())
+            else:
+                self.process = self._spawn(args, log)
+        end_with_this_process(self.process.pid)
+
+    def _can_be_forked(self) -> bool:
+        """Return whether the command can be a fork: it has this interpreter, environment and control group."""
+        is_plain = self.python == sys.executable and not self.groups and not self.enter
+        return is_plain and self.args[0] in ("server", "router") and can_fork(self.env)
+
+    def _spawn(self, args: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        argv = [*self.enter, *python_command("-m", "pdserve.server.cli", *args, python=self.python)]
+        if self.groups:
+            enter = "".join(f'echo $$ > "{group}/cgroup.procs" && ' for group in self.groups)
+            argv = ["sh", "-c", f'{enter} exec "$@"', "sh", *argv]
+        folder = hostile_folder()
+        return subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=folder.environment(self.env), cwd=folder.path
+        )
 
     def _admin_args(self) -> list[str]:
         """Return options with one admin key for all instances, so that a router without keys can pass it on.

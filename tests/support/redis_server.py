@@ -33,7 +33,7 @@ class RedisServer:
         """Returns when it answers."""
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
-        end_with_this_process(self.process)
+        end_with_this_process(self.process.pid)
         wait_until(lambda: _answers(self.client), 20, "redis-server answers")
 
     def kill(self) -> None:

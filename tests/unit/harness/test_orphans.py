@@ -19,7 +19,7 @@ from support.orphans import end_with_this_process
 children = []
 def start():
     children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
-    end_with_this_process(children[0])
+    end_with_this_process(children[0].pid)
 thread = threading.Thread(target=start)
 thread.start()
 thread.join()
