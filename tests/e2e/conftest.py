@@ -24,7 +24,7 @@ def tiny_args(tmp_path_factory) -> list[str]:
     if "PYTEST_XDIST_WORKER" in os.environ:
         run = run.parent
     made, folder = tmp_path_factory.mktemp("tiny"), run / "tiny-model"
-    args = tiny_model.tiny_args(made)
+    args = tiny_model.drawn_args(made)
     with contextlib.suppress(OSError):  # another worker was first
         made.rename(folder)
     return [str(folder) if arg == str(made) else arg for arg in args]

@@ -1,4 +1,4 @@
-"""A tiny random Llama with weights that the servers draw."""
+"""A tiny random Llama with weights that the servers draw, or that were drawn for them."""
 
 from __future__ import annotations
 
@@ -29,3 +29,36 @@ def tiny_args(folder: Path, **sizes: int) -> list[str]:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     return ["--model-path", str(folder), "--load-format", "dummy", "--tokenizer-path", "smollm2", "--dtype", "float32"]
+
+
+def drawn_args(folder: Path) -> list[str]:
+    """Write the model with the weights that servers would draw; flags that serve it in float32.
+
+    Servers that draw weights import torch for them. That takes longer than all else of their start.
+    """
+    from safetensors.numpy import save_file
+
+    from pdserve.model_files.model_path import resolve_model
+    from pdserve.model_files.spec_reader import read_spec
+    from pdserve.model_files.tensor_names import find_parts
+    from pdserve.model_runner.loader.dummy_weights import DummyWeights
+    from pdserve.model_runner.loader.host_model import weight_shapes
+
+    args = tiny_args(folder)
+    spec = read_spec(resolve_model(str(folder), weights=False))
+    theirs = {part.name: name for name in tensor_names(spec.num_layers) for part in find_parts(spec, name)}
+    drawn = DummyWeights(weight_shapes(spec), seed=0).tensors()
+    save_file({theirs[name]: values for name, values in drawn}, folder / "model.safetensors")
+    at = args.index("--load-format")
+    return args[:at] + args[at + 2 :]
+
+
+def tensor_names(layers: int) -> list[str]:
+    """Return the names of a Llama's tensors in checkpoints."""
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    of_layer = ["input_layernorm", "post_attention_layernorm", *attention]
+    of_layer += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    return [
+        *("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
+        *(f"model.layers.{layer}.{name}.weight" for layer in range(layers) for name in of_layer),
+    ]
