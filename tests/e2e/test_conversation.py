@@ -48,6 +48,14 @@ def test_ten_turns_by_shared_memory(tmp_path, tiny_args, secrets, expected):
         converse(pair, expected)
 
 
+def test_generate_without_a_limit_ends_at_128_tokens(secret_pair: Pair) -> None:
+    """``/generate`` stops at 128 tokens unless told otherwise."""
+    answer = secret_pair.router.generate(
+        text="The capital of France is", sampling_params={"temperature": 0, "ignore_eos": True}
+    )
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 128}
+
+
 def converse(pair: Pair, expected: list[list[int]]) -> str:
     """Hold a conversation, and return how many tokens of its prompts were computed."""
     returned_before, computed_before = returned(pair.prefill), computed(pair)

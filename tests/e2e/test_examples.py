@@ -197,11 +197,3 @@ def test_examples_answer_what_they_should_through_a_unified_server(tmp_path: Pat
         for command in EXAMPLES:
             if command.page != PAIR_PAGE:
                 answers_as_it_should(command, Pair(server, server, server), tmp_path, UNIFIED_ANSWERS)
-
-
-def test_generate_without_a_limit_ends_at_128_tokens(pair: Pair) -> None:
-    """``/generate`` stops at 128 tokens unless told otherwise."""
-    answer = pair.router.generate(
-        text="The capital of France is", sampling_params={"temperature": 0, "ignore_eos": True}
-    )
-    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 128}

@@ -67,7 +67,7 @@ class Load:
 
     def _stream(self, url: str) -> None:
         params = {"max_new_tokens": self.tokens, "ignore_eos": True, "temperature": 0}
-        body = {"input_ids": [1, 2, 3], "sampling_params": params, "stream": True}
+        body = {"input_ids": [1, 2, 3], "sampling_params": params, "stream": True, "incremental": True}
         end = "closed without a word"
         try:
             with httpx.stream("POST", url + "/generate", json=body, timeout=limit(60), trust_env=False) as response:
@@ -235,7 +235,7 @@ def test_sigterm_drains_until_every_answer_is_out_and_frees_the_port(tmp_path, t
     with launched(tmp_path, "unified", "server", *ONE_THREAD, *tiny_args) as server:
         server.wait_healthy()
         batch = {
-            "input_ids": [[i, 2, 3] for i in range(1, 17)],  # one batch, all of it ends in the same step
+            "input_ids": [[i, 2, 3] for i in range(1, 9)],  # one batch, all of it ends in the same step
             "sampling_params": {"max_new_tokens": 300, "ignore_eos": True},
             "return_logprob": True,
             "top_logprobs_num": 5,
@@ -243,7 +243,7 @@ def test_sigterm_drains_until_every_answer_is_out_and_frees_the_port(tmp_path, t
         answer: list[httpx.Response] = []
         client = threading.Thread(target=lambda: answer.append(server.post("/generate", batch)))
         client.start()
-        wait_until(lambda: server.info()["queues"]["running"] == 16, 10, "the batch runs")
+        wait_until(lambda: server.info()["queues"]["running"] == 8, 10, "the batch runs")
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: "requests are left" in server.log(), 5, "the drain begins")
         refused = server.post("/generate", {"input_ids": [1, 2]})
@@ -251,7 +251,7 @@ def test_sigterm_drains_until_every_answer_is_out_and_frees_the_port(tmp_path, t
         assert "draining" in refused.text
         client.join(limit(60))
         assert answer[0].status_code == 200, answer[0].text[:300]
-        assert [len(a["output_ids"]) for a in answer[0].json()] == [300] * 16
+        assert [len(a["output_ids"]) for a in answer[0].json()] == [300] * 8
         assert server.process.wait(limit(10)) == 0
     with socket.create_server(("127.0.0.1", server.port)):
         pass

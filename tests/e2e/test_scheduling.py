@@ -14,6 +14,8 @@ MOST_ALIVE = 5
 TERMS = ("--enable-priority-scheduling", "--fair-scheduling")
 ONE_RUNS = ("--max-running-requests", "1", "--max-queued-requests", str(MOST_ALIVE - 1))
 
+HOLDS = {"rid": "holder", "stream": True, "incremental": True}
+
 
 def body(prompt: list[int], tokens: int, **more) -> dict:
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -33,7 +35,7 @@ class Holder:
 
     def __init__(self, server: Launched, **more) -> None:
         self.server = server
-        self.reader = Reader(server.url, "/generate", body([5, 6, 7], 1900, stream=True, rid="holder", **more))
+        self.reader = Reader(server.url, "/generate", body([5, 6, 7], 1900, **HOLDS, **more))
         self.reader.start()
         self.reader.met(1)
 

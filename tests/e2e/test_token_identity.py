@@ -20,7 +20,7 @@ from support.processes import ONE_THREAD, Launched, launched, pd_pair
 from support.prompts import FAMILY, FOX, FRANCE, HAIKU, LONG, PROMPTS, STACK, WEATHER
 from support.quick_gguf import quick_gguf
 
-TOKENS = 24
+TOKENS = 18
 """A page border is crossed while decoding, whatever the prompt's length."""
 FLOAT32 = ("--dtype", "float32")
 WAYS = [PROMPTS.index(prompt) for prompt in (FRANCE, STACK, HAIKU, WEATHER, FAMILY, FOX)]
