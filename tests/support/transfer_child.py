@@ -1,8 +1,9 @@
 """A transfer engine in a process of its own, over a pool that the test sees, too.
 
-    python -m support.transfer_child BACKEND EPOCH MEMORY PAGE PAGES
+    python -m support.transfer_child BACKEND EPOCH MEMORY PAGE PAGES EVENTS
 
-``MEMORY``: a descriptor of the pool. Commands come by stdin, a hex message a line; events go to stdout the same way.
+``MEMORY``: a descriptor of the pool. Commands come by stdin, a hex message a line; events go to the descriptor
+``EVENTS`` the same way.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import threading
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,6 +28,8 @@ from pdserve.messages.worker import TransferCommand, TransferEvent
 from support.machine import limit
 from support.staged_pools import direct_group
 
+MEMORY_FD, EVENTS_FD = 3, 4
+"""Descriptors of a forked process."""
 TESTS = Path(__file__).parents[1]
 COMMANDS: msgspec.msgpack.Decoder[list[TransferCommand]] = msgspec.msgpack.Decoder(list[TransferCommand])
 EVENTS: msgspec.msgpack.Decoder[list[TransferEvent]] = msgspec.msgpack.Decoder(list[TransferEvent])
@@ -37,20 +41,30 @@ class Child:
     def __init__(self, backend: str, epoch: str, *, page: int, pages: int, env: dict[str, str] | None = None) -> None:
         region = allocate_region(page * pages, shared=True)
         self.pool = np.frombuffer(region.buffer, np.uint8).reshape(pages, page)
+        # The process that runs ``main`` needs nothing of this.
+        from support.forked import can_fork, forks
+
         self.epoch = epoch
-        command = [sys.executable, "-m", __name__, backend, epoch, str(region.fd), str(page), str(pages)]
-        # Not where NVIDIA's driver is looked for by others.
-        found_first = [str(TESTS / "support" / "fake_cuda")] if backend == "cuda_ipc" else []
-        python_path = os.pathsep.join([*found_first, str(TESTS), str(TESTS.parent / ".ns")])
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=[region.fd],
-            env={**os.environ, **(env or {}), "PYTHONPATH": python_path},
-        )
-        os.close(region.fd)
+        (stdin, commands), (events, output) = os.pipe(), os.pipe()
+        self._commands, self._events = os.fdopen(commands, "w"), os.fdopen(events)
+        arguments = [backend, epoch, str(MEMORY_FD), str(page), str(pages), str(EVENTS_FD)]
+        self.process: Any
+        if backend != "cuda_ipc" and env is None and can_fork(None):
+            given = {MEMORY_FD: region.fd, EVENTS_FD: output}
+            self.process = forks().start(__name__, arguments, sys.__stderr__.fileno(), stdin, given)
+        else:
+            arguments[2], arguments[5] = str(region.fd), str(output)
+            # Not where NVIDIA's driver is looked for by others.
+            found_first = [str(TESTS / "support" / "fake_cuda")] if backend == "cuda_ipc" else []
+            python_path = os.pathsep.join([*found_first, str(TESTS), str(TESTS.parent / ".ns")])
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__, *arguments],
+                stdin=stdin,
+                pass_fds=[region.fd, output],
+                env={**os.environ, **(env or {}), "PYTHONPATH": python_path},
+            )
+        for descriptor in (region.fd, stdin, output):
+            os.close(descriptor)
         self._heard: Queue[str] = Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -58,9 +72,8 @@ class Child:
 
     def submit(self, *commands: TransferCommand) -> None:
         """Have it obeyed."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("".join(encode([command]).hex() + "\n" for command in commands))
-        self.process.stdin.flush()
+        self._commands.write("".join(encode([command]).hex() + "\n" for command in commands))
+        self._commands.flush()
 
     def next(self, seconds: float = 20.0) -> TransferEvent:
         """Return the next event of the child."""
@@ -76,21 +89,18 @@ class Child:
         self.process.kill()
         self.process.wait()
         self._reader.join()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._commands.close()
+        self._events.close()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self._events:
             self._heard.put(line)
 
 
 def main() -> None:
-    backend, epoch, fd, page, pages = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+    backend, epoch, fd, page, pages, events = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
     # Libraries print what they like; the test reads what we write.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    out = os.fdopen(events, "w")
     region = KVRegion(mmap.mmap(fd, page * pages), page * pages, fd)
 
     def emit(event: TransferEvent) -> None:

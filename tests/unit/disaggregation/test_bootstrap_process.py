@@ -18,6 +18,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
+from support.forked import forks
 from support.layouts import uniform_layout
 from support.machine import limit
 
@@ -31,6 +32,7 @@ from pdserve.runtime.signals import STOP
 from pdserve.runtime.web.bounded_protocol import MAX_CONNECTIONS
 from pdserve.server.options import ServerOptions
 
+MODULE = "pdserve.disaggregation.bootstrap.server"
 LAYOUT = uniform_layout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
 LIMIT = limit(20.0)
 SECRET = "known to this instance only"
@@ -56,12 +58,12 @@ def wait_until(condition):
         threading.Event().wait(0.01)
 
 
-def child_command(run_dir, port):
-    """Return the command that the supervisor would start."""
+def child_spec(run_dir, port):
+    """Write what the supervisor would tell the process, and return the file's path."""
     options = ServerOptions(disaggregation_mode="prefill", disaggregation_bootstrap_port=port)
     spec = run_dir / "bootstrap.json"
     spec.write_bytes(msgspec.json.encode(ChildSpec("bootstrap", str(run_dir), "epoch", os.getpid(), options, SECRET)))
-    return [sys.executable, "-m", "pdserve.disaggregation.bootstrap.server", str(spec)]
+    return str(spec)
 
 
 class Server:
@@ -72,7 +74,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}/registration"
         with zmq.Context() as ctx:
             ready = Receiver(ctx, ipc_address(tmp_path, "supervisor"), Ready)
-            self.process = subprocess.Popen(child_command(tmp_path, port))
+            self.process = forks().start(MODULE, [child_spec(tmp_path, port)], sys.__stderr__.fileno())
             try:
                 assert [message.name for message in ready.recv(int(LIMIT * 1000))] == ["bootstrap"]
             finally:
@@ -154,7 +156,7 @@ def test_a_taken_port_says_what_to_do(tmp_path):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
-        command = child_command(tmp_path, sock.getsockname()[1])
+        command = [sys.executable, "-m", MODULE, child_spec(tmp_path, sock.getsockname()[1])]
         result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert result.returncode == 1
     assert "--disaggregation-bootstrap-port" in result.stderr
