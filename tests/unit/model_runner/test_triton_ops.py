@@ -11,7 +11,7 @@ import pytest
 from support.interpreter import interpret
 from support.triton_compiles import PACKAGE, all_launches, most_stack
 
-from pdserve.model_runner.device.triton_compiler import SHARED_BYTES, CompileRequest, compile_kernels
+from pdserve.model_runner.device.triton_compiler import SHARED_BYTES, Compiled, CompileRequest, compile_kernels
 
 DEVICE_TESTS = sorted((Path(__file__).parents[2] / "device").glob("test_*.py"))
 # test_triton_attention.py runs all those of attention.
@@ -48,7 +48,11 @@ def test_all_agree_with_the_reference_in_the_interpreter(quarter: int) -> None:
 
 
 def check_resources(requests: list[CompileRequest]) -> None:
-    for request, compiled in zip(requests, compile_kernels(requests), strict=True):
+    check_compiled(requests, compile_kernels(requests))
+
+
+def check_compiled(requests: list[CompileRequest], results: list[Compiled]) -> None:
+    for request, compiled in zip(requests, results, strict=True):
         described = f"{request.kernel} {request.constants} for {request.capability}: {compiled.registers} registers"
         assert compiled.stack_bytes <= most_stack(), f"{described}, and {compiled.stack_bytes} bytes of a thread spill"
         assert compiled.shared_bytes <= SHARED_BYTES[request.capability], (
@@ -63,12 +67,12 @@ def for_capability(requests: list[CompileRequest], capability: int) -> list[Comp
     return [msgspec.structs.replace(request, capability=capability) for request in found]
 
 
-def test_a_sample_compiles_without_spills() -> None:
-    """One of each file, for one of the two."""
+def sample() -> list[CompileRequest]:
+    """Return a request for one kernel of each file, for one of two GPU generations."""
     first = {request.kernel.split(":")[0]: request for request in reversed(list(all_launches()))}
     assert {name.removeprefix(PACKAGE).replace(".", "/") for name in first} == set(FILES)
-    sample = list(first.values())
-    check_resources([*for_capability(sample[::2], 80), *for_capability(sample[1::2], 90)])
+    found = list(first.values())
+    return [*for_capability(found[::2], 80), *for_capability(found[1::2], 90)]
 
 
 @pytest.mark.slow
