@@ -28,7 +28,7 @@ except BuildError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 PAGE, VOCAB, PROMPT = 16, 4096, 64
-PASSES = 10
+PASSES = 4
 SPIN_IS_DEARER = 2
 """Factor between the CPU times of a decode with spinning and with sleeping threads, measured in turns.
 

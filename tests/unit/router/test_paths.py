@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -124,33 +125,40 @@ def test_what_others_see_is_the_admins_and_what_is_open_is_named_here() -> None:
 
 def test_who_may_do_what(keys: dict[str, str]) -> None:
     async def check(front: Front) -> None:
-        for facts in (*PATHS, None):
-            path = "/nowhere" if facts is None else path_of(facts)
-            exists = facts is not None and facts in front.table.paths
-            for method in METHODS:
-                for name, headers in KEYS.items():
-                    front.seen.requests.clear()
-                    async with front.http(**headers) as client:
+        async with AsyncExitStack() as stack:
+            clients = {name: await stack.enter_async_context(front.http(**KEYS[name])) for name in KEYS}
+            for facts in (*PATHS, None):
+                path = "/nowhere" if facts is None else path_of(facts)
+                allowed = answered(front, path)
+                for method in METHODS:
+                    for name, client in clients.items():
+                        front.seen.requests.clear()
                         answer = await client.request(method, path)
-                    case = (path, method, name)
-                    reached = bool(front.seen.requests)
-                    allowed = answered(front, path)
-                    access = facts.access if exists and facts is not None else Access.USER
-                    if name not in MAY[access]:
-                        expected = 403 if name == "user" else 401
-                        assert is_error(answer, expected), case
-                    elif not exists:
-                        assert is_error(answer, 404), case
-                        assert method == "HEAD" or answer.json()["error"]["code"] == "unknown_url"
-                    elif facts is not None and method == "OPTIONS":
-                        assert (answer.status_code, answer.headers["allow"]) == (204, ", ".join(allowed))
-                    elif facts is not None and method not in allowed:
-                        assert is_error(answer, 405), case
-                        assert answer.headers["allow"] == ", ".join(allowed)
-                    else:
-                        expected_method = "GET" if method == "HEAD" else method
-                        assert (answer.status_code, front.seen.requests) == (200, [(expected_method, path)]), case
-                    assert reached == (answer.status_code == 200), case
+                        check_answer(front, facts, allowed, name, answer)
+
+    def check_answer(
+        front: Front, facts: PathFacts | None, allowed: list[str], name: str, answer: httpx.Response
+    ) -> None:
+        method, path = answer.request.method, answer.request.url.path
+        exists = facts is not None and facts in front.table.paths
+        case = (path, method, name)
+        reached = bool(front.seen.requests)
+        access = facts.access if exists and facts is not None else Access.USER
+        if name not in MAY[access]:
+            expected = 403 if name == "user" else 401
+            assert is_error(answer, expected), case
+        elif not exists:
+            assert is_error(answer, 404), case
+            assert method == "HEAD" or answer.json()["error"]["code"] == "unknown_url"
+        elif facts is not None and method == "OPTIONS":
+            assert (answer.status_code, answer.headers["allow"]) == (204, ", ".join(allowed))
+        elif facts is not None and method not in allowed:
+            assert is_error(answer, 405), case
+            assert answer.headers["allow"] == ", ".join(allowed)
+        else:
+            expected_method = "GET" if method == "HEAD" else method
+            assert (answer.status_code, front.seen.requests) == (200, [(expected_method, path)]), case
+        assert reached == (answer.status_code == 200), case
 
     on_both(check, **keys)
 

@@ -144,6 +144,7 @@ def test_a_prompt_that_another_user_pins_is_no_victim() -> None:
     ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tiers", [False, True], ids=["pool", "host memory"])
 @pytest.mark.parametrize("window", [NO_WINDOW, SimWindow(6, 60)], ids=["all", "window"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["one step", "overlap"])

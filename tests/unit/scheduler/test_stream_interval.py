@@ -227,6 +227,7 @@ def test_openai_chunks_join_to_the_same_text() -> None:
     assert joined == {text_of(reference_output(PROMPT, 40)).rstrip("\N{REPLACEMENT CHARACTER}")}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("interval", INTERVALS)
 @pytest.mark.parametrize("start", range(1, 9))
 def test_a_stop_string_cuts_the_answer_at_the_same_token(interval: int, start: int) -> None:
