@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -48,7 +49,7 @@ LONGEST = [
     *("test_sessions", "test_token_identity", "test_examples", "test_store_faults"),
     *("test_cluster", "test_conversation", "test_recorded_answers", "test_tensor_parallel", "test_scripted_tools"),
     *("test_roles", "test_determinism"),
-    *("test_triton_ops", "test_world", "test_models_page", "test_campaigns", "test_triton_attention"),
+    *("test_triton_compiles", "test_world", "test_triton_ops", "test_models_page", "test_campaigns"),
     *("test_library_backends", "test_kernels_experts", "test_kernels_attention", "test_rank_devices"),
     *("test_bench_kernel", "test_kernels_ranks", "test_gpu_check", "test_handover", "test_model_smollm2"),
 ]
@@ -109,8 +110,14 @@ def _frozen() -> Generator[None]:
 
 
 def pytest_unconfigure() -> None:
-    """Unfreeze objects, so that libraries report what they had to leave behind."""
+    """Unfreeze objects, so that libraries report what they had to leave behind.
+
+    They are collected here. pytest does so twice, and would walk a million objects each time.
+    """
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)
