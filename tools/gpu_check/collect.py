@@ -36,11 +36,8 @@ ON_THE_MACHINE = (
 these, so rather a wheel too many is taken along. Only wheels of missing packages are installed.
 """
 PYTHON = "3.12"
-PLATFORMS = (
-    *("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux_2_12"),
-    *("manylinux2010", "manylinux_2_5", "manylinux1"),
-)
-"""pip matches each of them exactly."""
+PLATFORMS = (*(f"manylinux_2_{minor}" for minor in range(35, 4, -1)), "manylinux2014", "manylinux2010", "manylinux1")
+"""Platforms of a machine with glibc 2.35, the newest first. pip matches each of them exactly."""
 MARKERS = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.0", "extra": ""}
 """What markers of requirements are judged by, beside the properties of this machine."""
 
