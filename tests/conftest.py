@@ -16,6 +16,9 @@ from pathlib import Path, PurePath
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No process that a test starts imports from the current directory, which is the repository.
 os.environ["PYTHONSAFEPATH"] = "1"
+# httpx reads it for each client: 40 ms for the certificates of all authorities. Tests ask this machine alone. An
+# environment that names certificates of its own is asked first.
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("support") / "localhost.pem")
 # In the background of a script, SIGINT is ignored, and so it would be in all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -23,16 +26,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 import certifi
 import pytest
 from hypothesis import HealthCheck, settings
-from support import machine, sampling
+from support import machine, sampling, surroundings
 from support.examples import examples
 
 from pdserve.runtime.gc_control import uncollected
 
-# httpx reads it for each client: 40 ms for the certificates of all authorities. Tests ask this machine alone. An
-# environment that names certificates of its own is asked first.
-CERTIFICATES = str(Path(__file__).with_name("support") / "localhost.pem")
+CERTIFICATES = os.environ["SSL_CERT_FILE"]
 certifi.where = lambda: CERTIFICATES
-os.environ["SSL_CERT_FILE"] = CERTIFICATES
 # How long examples take, to make or to run, says how busy the machine is: two test files run at a time. Every test has
 # a limit of its own.
 settings.register_profile(
@@ -165,8 +165,10 @@ def in_quarter(item: pytest.Item, quarter: int) -> bool:
 BEGUN = time.monotonic()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave out what is left of the quarter when its time is over."""
+    surroundings.begin_test()
     over = time.monotonic() > BEGUN + 60 * SLOW_MINUTES
     if over and item.config.getoption("--slow-quarter") is not None and item.get_closest_marker("slow"):
         pytest.skip(f"a slow test of the quarter, whose {SLOW_MINUTES:.0f} minutes are over")

@@ -26,22 +26,12 @@ from pdserve.server.process_table import shared_modules
 
 from .hostile_folder import hostile_folder
 from .import_path import with_inherited
+from .surroundings import ENVIRONMENT
 
 TESTS = Path(__file__).parents[1]
 COMMAND = "support.forked_command"
 START_SECONDS = 60.0
 """Longest wait for a fork server, which imports modules first."""
-OF_TESTS = ("PYTEST_CURRENT_TEST", "PYTHONSAFEPATH", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables that pytest and transformers set in the process of the tests. They mean nothing to a server."""
-
-
-def surroundings(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables of ``OF_TESTS``."""
-    return {name: value for name, value in env.items() if name not in OF_TESTS}
-
-
-ENVIRONMENT = surroundings(os.environ)
-"""Environment of all forks: that of the tests before the first of them."""
 
 
 class Forked(AdoptedProcess):
@@ -116,8 +106,3 @@ class Forks:
 def forks() -> Forks:
     """Return the fork server of this process, which ends with it."""
     return Forks()
-
-
-def can_fork(env: Mapping[str, str] | None) -> bool:
-    """Return whether a process in the environment ``env`` (None: this process's) can be a fork."""
-    return surroundings(os.environ if env is None else env) == ENVIRONMENT

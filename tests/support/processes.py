@@ -23,10 +23,11 @@ import psutil
 from pdserve.runtime.python import python_command
 
 from .admin_key import ADMIN_KEY, as_admin
-from .forked import COMMAND, Forked, can_fork, forks
+from .forked import COMMAND, Forked, forks
 from .hostile_folder import hostile_folder
 from .machine import limit
 from .orphans import end_with_this_process
+from .surroundings import is_unchanged
 
 STARTUP_SECONDS = 90.0
 STOP_SECONDS = 15.0
@@ -154,7 +155,7 @@ class Launched:
     def _can_be_forked(self) -> bool:
         """Return whether the command can be a fork: it has this interpreter, environment and control group."""
         is_plain = self.python == sys.executable and not self.groups and not self.enter
-        return is_plain and self.args[0] in ("server", "router") and can_fork(self.env)
+        return is_plain and self.args[0] in ("server", "router") and is_unchanged(self.env)
 
     def _spawn(self, args: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
         argv = [*self.enter, *python_command("-m", "pdserve.server.cli", *args, python=self.python)]

@@ -42,14 +42,15 @@ class Child:
         region = allocate_region(page * pages, shared=True)
         self.pool = np.frombuffer(region.buffer, np.uint8).reshape(pages, page)
         # The process that runs ``main`` needs nothing of this.
-        from support.forked import can_fork, forks
+        from support.forked import forks
+        from support.surroundings import is_unchanged
 
         self.epoch = epoch
         (stdin, commands), (events, output) = os.pipe(), os.pipe()
         self._commands, self._events = os.fdopen(commands, "w"), os.fdopen(events)
         arguments = [backend, epoch, str(MEMORY_FD), str(page), str(pages), str(EVENTS_FD)]
         self.process: Any
-        if backend != "cuda_ipc" and env is None and can_fork(None):
+        if backend != "cuda_ipc" and env is None and is_unchanged(None):
             given = {MEMORY_FD: region.fd, EVENTS_FD: output}
             self.process = forks().start(__name__, arguments, sys.__stderr__.fileno(), stdin, given)
         else:

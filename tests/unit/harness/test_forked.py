@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from support.forked import COMMAND, can_fork, forks
+from support.forked import COMMAND, forks
 from support.machine import limit
+from support.surroundings import ENVIRONMENT, begin_test, is_unchanged
 
 
-def test_what_tests_import_keeps_no_server_from_being_a_fork() -> None:
-    for name in ("torch", "transformers", "transformers.models.llama.modeling_llama"):
-        importlib.import_module(name)
-    assert can_fork(None)
+def test_what_libraries_set_before_a_test_keeps_no_server_from_being_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_LIBRARY", "1")
+    assert not is_unchanged(None)
+    begin_test()
+    assert is_unchanged(None)
+    assert is_unchanged({**os.environ, "PYTEST_CURRENT_TEST": "another"})
+    assert "A_LIBRARY" not in ENVIRONMENT
 
 
 def test_a_server_with_another_environment_is_no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert can_fork({**os.environ, "PYTEST_CURRENT_TEST": "another"})
-    assert not can_fork({**os.environ, "A_VARIABLE": "1"})
+    assert is_unchanged(None)
+    assert not is_unchanged({**os.environ, "A_VARIABLE": "1"})
     monkeypatch.setenv("A_VARIABLE", "1")
-    assert not can_fork(None)
+    assert not is_unchanged(None)
 
 
 @pytest.mark.parametrize(
