@@ -40,7 +40,7 @@ class CircuitBreaker:
         return max(0.0, self._until - self._clock())
 
     def __bool__(self) -> bool:
-        return self.seconds_left > 0
+        return self._until > 0 and self.seconds_left > 0  # no clock is read for the many that never opened
 
     def succeeded(self) -> None:
         """Note that the instance served a request: reset the count of failures in a row. An open breaker stays open."""

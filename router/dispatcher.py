@@ -27,6 +27,7 @@ from ..runtime.web.client.client import Body, HttpClient
 from ..runtime.web.errors import error_status, without_frames
 from ..runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET, Ticket, read_ticket
 from ..runtime.web.sse import OPENAI_STREAM, StreamFormat
+from .attempts import Attempt
 from .client_answer import ClientAnswer
 from .errors import (
     InstanceAnsweredError,
@@ -38,15 +39,18 @@ from .errors import (
     error_of,
     parse_error,
 )
-from .fleet import Fleet, Pair, Target
+from .facts import Facts
+from .fleet import Fleet
 from .headers import CONTENT_TYPE, Headers, passed_back
 from .health import seconds_to_notice
-from .instance import Answering, Instance
+from .instance import Instance
 from .leg import Leg, LegLimits
 from .options import RouterOptions
 from .quarantine import WINDOW_SECONDS, Quarantine, digest_of
 from .request_body import RequestBody
-from .retries import RetryBudget, blamed, charge, legs
+from .retries import RetryBudget, blamed, charge
+from .targets import Pair, Target, legs
+from .work import Answering, Computing
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +76,16 @@ class RoutedRequest:
     path: str
     headers: Headers
     """The headers that are passed on."""
-    body: RequestBody
+    facts: Facts
     stream_format: StreamFormat = OPENAI_STREAM
     """Format of the answer if it is a stream."""
     is_probe: bool = False
     """Whether the body is the router's own (``/health_generate``), which is never suspected of crashing instances."""
+
+    @property
+    def body(self) -> RequestBody:
+        """The client's body."""
+        return self.facts.body
 
 
 class Dispatcher:
@@ -110,7 +119,7 @@ class Dispatcher:
             # The event loop's own clock stands still within one iteration.
             asked_at = time.monotonic()
             try:
-                target = await self._choose(request.body, failed, tried, deadline, retrying=last_error is not None)
+                target = await self._choose(request.facts, failed, tried, deadline, retrying=last_error is not None)
             except NoInstanceError as exc:
                 raise last_error or exc from None
             self._fleet.pick_seconds.observe(time.monotonic() - asked_at)
@@ -143,13 +152,17 @@ class Dispatcher:
 
     async def _attempt(self, target: Target, request: RoutedRequest, answer: ClientAnswer) -> None:
         """Send the request to ``target`` and pass its answer on. Raises ``RouterError``."""
-        # ``answers`` is counted before anything is awaited, so that the next choice sees it. Other counts come later.
+        # The work is counted before anything is awaited, so that the next choice sees it.
         decodes = target.decode if isinstance(target, Pair) else target
-        with Answering(decodes, request.body.batch_size or 1) as answering:
+        with (
+            Attempt(self._fleet.policy, target, request.facts) as attempt,
+            Answering(decodes, request.body.batch_size or 1) as answering,
+        ):
             if isinstance(target, Pair):
                 await self._serve_by_pair(target.prefill, answering, request, answer)
             else:
                 await self._serve_alone(answering, request, answer)
+            attempt.sent_error = answer.sent_error
 
     async def _served(self, target: Target, request: RoutedRequest, answer: ClientAnswer) -> None:
         """Note that ``target`` served the request: reset its breakers' failure counts, and clear the request.
@@ -211,7 +224,7 @@ class Dispatcher:
         return max(RETRY_PAUSE, error.retry_after)
 
     async def _choose(
-        self, body: RequestBody, failed: set[Instance], tried: set[Instance], deadline: float, *, retrying: bool
+        self, facts: Facts, failed: set[Instance], tried: set[Instance], deadline: float, *, retrying: bool
     ) -> Target:
         """Choose the instances for a request. Raises ``NoInstanceError`` if there are none.
 
@@ -221,22 +234,25 @@ class Dispatcher:
         """
         try:
             async with asyncio.timeout_at(deadline):
-                while (target := self._fleet.pick(body, failed, tried)) is None:
+                while (target := self._fleet.pick(facts, failed, tried)) is None:
                     if not retrying and not self._fleet.undecided():
                         break
                     await self._fleet.wait_change()
         except TimeoutError:
             target = None
         if target is None:
-            needed = "prefill" if body.is_prompt_alone else "prefill-decode pair"
+            needed = "prefill" if facts.is_prompt_alone else "prefill-decode pair"
             raise NoInstanceError(f"no instance can serve at the moment: no healthy {needed} and no worker")
         return target
 
     async def _serve_by_pair(
         self, instance: Instance, answering: Answering, request: RoutedRequest, answer: ClientAnswer
     ) -> None:
-        bodies = request.body.for_pair(instance)
+        body = request.body
+        bodies = body.for_pair(instance)
+        computing = Computing(instance, body.prompt_tokens, body.batch_size or 1, for_decode=True)
         prefill = asyncio.create_task(self._watch_prefill(instance, request, bodies.prefill))
+        prefill.add_done_callback(computing.done)  # also if it is cancelled before it runs
         decode = asyncio.create_task(self._answer_from(answering, request, bodies.decode, answer))
         del bodies
         try:
@@ -255,16 +271,18 @@ class Dispatcher:
 
     async def _watch_prefill(self, instance: Instance, request: RoutedRequest, body: Body) -> None:
         """Send ``body`` to a pair's prefill, wait for the end of its answer, and discard it. Raises ``RouterError``."""
-        with instance.computing(request.body.prompt_tokens, for_decode=True):
-            async with self._leg(instance, request) as leg:
-                await leg.open(request.path, body, request.headers, streams=False)
-                await leg.discard()
+        async with self._leg(instance, request) as leg:
+            await leg.open(request.path, body, request.headers, streams=False)
+            await leg.discard()
 
     async def _serve_alone(self, answering: Answering, request: RoutedRequest, answer: ClientAnswer) -> None:
         """Have one instance compute the prompt and the answer, which goes to the client. Raises ``RouterError``."""
-        with answering.instance.computing(request.body.prompt_tokens) as computed:
+        computing = Computing(answering.instance, request.body.prompt_tokens)
+        try:
             # The prompt is computed when the answer begins. An answer that does not stream only shows its end.
-            await self._answer_from(answering, request, request.body.raw, answer, computed)
+            await self._answer_from(answering, request, request.body.raw, answer, computing.done)
+        finally:
+            computing.done()
 
     async def _answer_from(
         self,

@@ -22,6 +22,7 @@ from .client_answer import ClientAnswer, ReadyAnswer
 from .client_bodies import ClientBodies
 from .dispatcher import Dispatcher, RoutedRequest, drop
 from .errors import SUCCESS, InstanceSilentError, NoInstanceError, RouterError
+from .facts import Facts
 from .fleet import Fleet
 from .headers import Headers, passed_back, passed_on, without_type
 from .instance import HealthState, Instance, Role
@@ -99,9 +100,9 @@ class GenerationEndpoint:
         record, headers = AccessRecord.of(scope), passed_on(scope["headers"])
         if self._fixed_body is not None:
             body = await self._bodies.parse(self._fixed_body, record.request_id)
-            return RoutedRequest(NATIVE.path, headers, body, is_probe=True)
+            return RoutedRequest(NATIVE.path, headers, Facts(body), is_probe=True)
         body = await self._bodies.parse(raw, record.request_id, record.facts)
-        return RoutedRequest(scope["path"], headers, body, record.stream_format)
+        return RoutedRequest(scope["path"], headers, Facts(body, scope["headers"]), record.stream_format)
 
     async def _serve(self, request: RoutedRequest, answer: ClientAnswer, receive: Receive) -> None:
         work = asyncio.create_task(self._dispatcher.serve(request, answer))

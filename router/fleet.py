@@ -1,13 +1,13 @@
-"""All instances of a router, and the choice of the one that serves the next request.
+"""All instances of a router, and those that the next request can be sent to. A policy chooses among them.
 
-The rule: a pair, if a healthy prefill and a healthy decode exist, or a healthy worker that has less to do. A pair
-needs both of its legs, so an unhealthy prefill also keeps work from the decodes, and vice versa. Instances with an open
-circuit breaker come last, and so do those that the request has already failed on.
+A request needs a pair of a healthy prefill and a healthy decode, or a healthy worker. A pair needs both of its legs, so
+an unhealthy prefill also keeps work from the decodes, and vice versa. Instances with an open circuit breaker come last,
+and so do those that the request has already failed on.
 
 The decode of a pair decides whether the prefill or itself computes the prompt, because the router does not know their
 caches. To decide, it asks the prefill (``disaggregation/handover/placement_policy.py``).
 
-In two cases the prefill gets the whole request, by the paces that both report in ``/health``:
+In two cases the prefill gets the whole request (``load.relieved``), by the paces that both report in ``/health``:
 
 - the prefill would answer much faster;
 - the prefill would answer faster, and the decode hardly keeps its ITL budget.
@@ -20,61 +20,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection
 
 from ..messages.metrics import Histogram
+from .facts import Facts
 from .instance import HealthState, Instance, Role
 from .options import RouterOptions, check_url, parse_prefill
 from .policies.registry import make_policy
 from .request_body import RequestBody
+from .targets import Offer, Target
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 512
-"""Maximum number of prompt tokens queued at a prefill that may also decode: about one step."""
-CLEARLY_FASTER = 0.75
-"""A prefill may decode a request itself if its time per token is at most this fraction of the decode's."""
-MORE_STREAMS = 4
-"""A prefill may decode a request itself only if the decode has at least this many more streams."""
 PICK_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-
-
-class Pair(NamedTuple):
-    """A prefill and a decode that serve one request together."""
-
-    prefill: Instance
-    decode: Instance
-
-
-Target = Pair | Instance
-
-
-def _queued(target: Target) -> tuple[int, int]:
-    """Return the load that a new request at ``target`` meets, for comparing targets.
-
-    The first number is the prompt tokens that its prefill has still to compute. The second is the requests in flight at
-    its decode. A single instance has both.
-    """
-    prefill, decode = target if isinstance(target, Pair) else (target, target)
-    return prefill.prompt_tokens, decode.in_flight
-
-
-def _spares_its_decode(pair: Pair) -> bool:
-    """Return whether the prefill of ``pair`` should decode the request, too, because the decode has too much to do.
-
-    Return False if the pace of either is unknown. The same holds if the prefill takes only shorter requests, or has
-    many prompts to compute for decodes.
-    """
-    prefill, decode = pair
-    if prefill.token_ms is None or decode.token_ms is None or decode.decode_ms is None:
-        return False
-    if prefill.handed_over_tokens > MOST_WAITING or not prefill.has_room_of(decode):
-        return False
-    more = decode.answers - prefill.answers >= MORE_STREAMS
-    if more and prefill.token_ms <= CLEARLY_FASTER * decode.decode_ms:
-        return True
-    return not decode.keeps_pace and prefill.token_ms < decode.token_ms
 
 
 class Fleet:
@@ -85,7 +43,9 @@ class Fleet:
         decodes = [Instance(check_url(url), Role.DECODE) for url in options.decode]
         workers = [Instance(check_url(url), Role.UNIFIED) for url in options.worker]
         self.instances: tuple[Instance, ...] = (*prefills, *decodes, *workers)
-        self._policies = {role: make_policy(options.policy) for role in Role}
+        self.policy = make_policy(options)
+        self._joined: dict[Instance, str] = {}
+        """Epoch of each instance that the policy knows."""
         self._changed = asyncio.Event()
         self.pick_seconds = Histogram(PICK_SECONDS)
         """Seconds that requests waited for the choice of an instance."""
@@ -102,10 +62,7 @@ class Fleet:
         At most half of them, rounded down, are left out at a time, in the order in which their breakers opened. So one
         client's errors never put the whole load on one instance, and the only instance of a role is never left out.
         """
-        healthy = self.healthy(role)
-        opened = sorted((i for i in healthy if i.breaker), key=lambda i: i.breaker.opened_at)
-        left_out = opened[: len(healthy) // 2]
-        return [i for i in healthy if i not in left_out] if left_out else healthy
+        return _without_open_breakers(self.healthy(role))
 
     def can_serve(self) -> bool:
         """Return whether a worker, or a prefill and a decode, are healthy, so that a request can be served now."""
@@ -133,48 +90,39 @@ class Fleet:
         return any(i.state is HealthState.UNKNOWN or i.asked_again for i in self.instances)
 
     def pick(
-        self, request: RequestBody, failed: Collection[Instance] = (), tried: Collection[Instance] = ()
+        self, facts: Facts, failed: Collection[Instance] = (), tried: Collection[Instance] = ()
     ) -> Target | None:
-        """Choose the pair or the single instance that serves ``request``; return None while none can.
+        """Choose the pair or the single instance that serves a request; return None while none can.
 
-        ``failed`` are instances on which the request has failed before. ``tried`` are instances that took part in
-        earlier attempts. They come after others, because the earlier attempt may still be ending there, with the same
-        rid.
+        ``facts``: those of the request. ``failed`` are instances on which it has failed before. ``tried`` are instances
+        that took part in earlier attempts. They come after others, because the earlier attempt may still be ending
+        there, with the same rid.
         """
-        if request.is_prompt_alone:
-            return self._pick_for_prompt(request, failed, tried)
-        prefills, decodes, workers = (self.healthy(role) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED))
-        fresh_prefills, fresh_decodes, fresh_workers = (
-            [i for i in self.in_rotation(role) if i not in failed] for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)
+        offer = self._offer(facts.is_prompt_alone, failed, tried)
+        return self.policy.choose(offer, facts) if any(offer) else None
+
+    def _offer(self, is_prompt_alone: bool, failed: Collection[Instance], tried: Collection[Instance]) -> Offer:
+        """Return the instances that can serve a request, the preferred ones alone if they suffice.
+
+        The offer is empty if none can. The arguments are those of ``pick``.
+        """
+        healthy: dict[Role, list[Instance]] = {role: [] for role in Role}
+        for instance in self.instances:
+            if instance.state is HealthState.HEALTHY:
+                healthy[instance.role].append(instance)
+        prefills, decodes, workers = (
+            _preferred(healthy[role], failed, tried) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)
         )
-        fresh_prefills, fresh_decodes = (
-            [i for i in group if i not in tried] or group for group in (fresh_prefills, fresh_decodes)
-        )
-        if fresh_prefills and fresh_decodes:
-            pair = self._pair(fresh_prefills, fresh_decodes, request)
-            target = pair.prefill if _spares_its_decode(pair) else pair
-            worker = self._policies[Role.UNIFIED].choose(fresh_workers, request) if fresh_workers else None
-            return worker if worker is not None and _queued(worker) < _queued(target) else target
-        if fresh_workers:
-            return self._policies[Role.UNIFIED].choose(fresh_workers, request)
+        if is_prompt_alone:
+            if prefills or workers:
+                return Offer(prefills, workers=workers)
+            return Offer(healthy[Role.PREFILL], workers=healthy[Role.UNIFIED])
         if prefills and decodes:
-            return self._pair(fresh_prefills or prefills, fresh_decodes or decodes, request)
-        return self._policies[Role.UNIFIED].choose(workers, request) if workers else None
-
-    def _pick_for_prompt(
-        self, request: RequestBody, failed: Collection[Instance], tried: Collection[Instance]
-    ) -> Instance | None:
-        """Choose the prefill or worker that computes a prompt and answers; the arguments are those of ``pick``."""
-        roles = (Role.PREFILL, Role.UNIFIED)
-        fresh = [[i for i in self.in_rotation(role) if i not in failed] for role in roles]
-        fresh = [[i for i in group if i not in tried] or group for group in fresh]
-        groups = fresh if any(fresh) else [self.healthy(role) for role in roles]
-        chosen = [self._policies[group[0].role].choose(group, request) for group in groups if group]
-        return min(chosen, key=_queued, default=None)
-
-    def _pair(self, prefills: Sequence[Instance], decodes: Sequence[Instance], request: RequestBody) -> Pair:
-        prefill = self._policies[Role.PREFILL].choose(prefills, request)
-        return Pair(prefill, self._policies[Role.DECODE].choose(decodes, request))
+            return Offer(prefills, decodes, workers)
+        if workers:
+            return Offer(workers=workers)
+        prefills, decodes = prefills or healthy[Role.PREFILL], decodes or healthy[Role.DECODE]
+        return Offer(prefills, decodes) if prefills and decodes else Offer(workers=healthy[Role.UNIFIED])
 
     def set_state(self, instance: Instance, state: HealthState, reason: str) -> None:
         """Record the state of an instance and the reason for it. A change wakes all tasks in ``wait_change``.
@@ -194,6 +142,23 @@ class Fleet:
             instance.breaker.forget()
         instance.state = state
         instance.reason = reason
+        self._update_policy(instance)
+
+    def _update_policy(self, instance: Instance) -> None:
+        """Report an instance to the policy that has come, gone, or been started anew.
+
+        A single failure is no reason to forget it, so the state UNKNOWN changes nothing.
+        """
+        epoch = instance.report.epoch
+        if instance.state is HealthState.UNKNOWN or (
+            instance.state is HealthState.HEALTHY and self._joined.get(instance) == epoch
+        ):
+            return
+        if self._joined.pop(instance, None) is not None:
+            self.policy.left(instance)
+        if instance.state is HealthState.HEALTHY:
+            self._joined[instance] = epoch
+            self.policy.joined(instance)
 
     def _ask_others(self, gone: Instance) -> None:
         """Have the health of all healthy instances but ``gone`` checked now: one of them may have taken over its role.
@@ -231,3 +196,28 @@ class Fleet:
     async def wait_change(self) -> None:
         """Wait until the state or the role of an instance changes, or a requested check has ended."""
         await self._changed.wait()
+
+
+def _preferred(
+    healthy: list[Instance], failed: Collection[Instance], tried: Collection[Instance]
+) -> list[Instance]:
+    """Return the instances of a role that a request should be sent to; empty if it has failed on all in rotation.
+
+    The arguments are those of ``Fleet.pick``.
+    """
+    fresh = _without_open_breakers(healthy)
+    if failed:
+        fresh = [i for i in fresh if i not in failed]
+    if tried:
+        fresh = [i for i in fresh if i not in tried] or fresh
+    return fresh
+
+
+def _without_open_breakers(healthy: list[Instance]) -> list[Instance]:
+    """Return ``healthy`` without those with an open circuit breaker, of which at least half are kept."""
+    opened = [i for i in healthy if i.breaker]
+    if not opened:
+        return healthy
+    opened.sort(key=lambda i: i.breaker.opened_at)
+    left_out = opened[: len(healthy) // 2]
+    return [i for i in healthy if i not in left_out]

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from ..messages.control import Identity, Pace
@@ -109,10 +107,12 @@ class Instance:
     prompt_tokens: int = 0
     """Prompt tokens that it has to compute, until its answer begins or, at a pair's prefill, ends. 0 at a decode.
 
-    Counted when a leg is sent, so choices made in the same turn of the event loop do not see it yet.
+    Counted as soon as the instance is chosen, so the next choice sees it.
     """
     handed_over_tokens: int = 0
     """Part of ``prompt_tokens`` that it computes for decodes."""
+    handed_over: int = 0
+    """Prompts that it computes for decodes."""
     answers: int = 0
     """Prompts that it was sent for their whole answer, or for the part after the first token; a batch counts each.
 
@@ -160,6 +160,11 @@ class Instance:
         knows_better = self.bootstrap_port is None or is_loopback(self.host)
         host = (report.bootstrap_host if knows_better else "") or self.host
         return host, self.bootstrap_port or report.bootstrap_port or DEFAULT_BOOTSTRAP_PORT
+
+    @property
+    def running(self) -> int:
+        """Requests that it has: those that it answers, and the prompts that it computes for decodes."""
+        return self.answers + self.handed_over
 
     @property
     def token_ms(self) -> float | None:
@@ -234,28 +239,6 @@ class Instance:
             logger.info("%s says that it is %s", self, self.report.role)
             self.role = role
 
-    @contextmanager
-    def computing(self, tokens: int, *, for_decode: bool = False) -> Iterator[Callable[[], None]]:
-        """Count a prompt of ``tokens`` as waiting here until the block ends, or the yielded function is called.
-
-        ``for_decode``: the prompt's KV goes to another instance, which decodes. A prompt that this instance declines is
-        no longer counted anywhere, though the decode computes it.
-        """
-        waiting = tokens
-
-        def done() -> None:
-            nonlocal waiting
-            self.prompt_tokens -= waiting
-            self.handed_over_tokens -= waiting * for_decode
-            waiting = 0
-
-        self.prompt_tokens += tokens
-        self.handed_over_tokens += tokens * for_decode
-        try:
-            yield done
-        finally:
-            done()
-
     def summary(self) -> dict[str, Any]:
         """Describe the instance for ``/server_info``, ready for JSON."""
         return {
@@ -272,25 +255,3 @@ class Instance:
             "failures": self.failures,
             "resting_seconds": round(self.breaker.seconds_left, 3),
         }
-
-
-class Answering:
-    """Count of requests that decode at an instance, or at the one that they migrate to, until the block ends."""
-
-    def __init__(self, instance: Instance, count: int = 1) -> None:
-        self.instance = instance
-        self._count = count
-
-    def __enter__(self) -> Self:
-        self.instance.answers += self._count
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.instance.answers -= self._count
-        self._count = 0
-
-    def move(self, to: Instance) -> None:
-        """Count these requests in ``answers`` of ``to`` from now on, and no longer in that of the instance before."""
-        self.instance.answers -= self._count
-        to.answers += self._count
-        self.instance = to

@@ -12,7 +12,7 @@ from ..runtime.web.keys import KeyFileError, check_keys
 from ..runtime.web.options import AccessOptions
 from ..runtime.web.proxies import TrustedProxies
 from ..runtime.web.responses.options import ResponseOptions
-from .policies.registry import RoutingPolicyName
+from .policies.options import PolicyOptions
 
 
 class RouterOptionsError(ValueError):
@@ -40,13 +40,9 @@ class RouterTargets:
 
 @section("Routing", order=6)
 @dataclass(frozen=True, kw_only=True)
-class RoutingOptions:
+class RoutingOptions(PolicyOptions):
     """How a router treats requests and instances: options of ``pdserve router`` and of ``pdserve up``."""
 
-    policy: RoutingPolicyName = opt(
-        default="round_robin",
-        help="How an instance is chosen among the healthy ones, for prefill, decode and unified instances alike.",
-    )
     health_check_interval: float = opt(
         default=1.0,
         help=(
@@ -108,9 +104,13 @@ class RoutingOptions:
 
     def check_routing(self) -> None:
         """Raise ``RouterOptionsError`` for a number that is out of range."""
-        for name in ("retries", "retries_after_crash", "retry_window"):
+        for name in ("retries", "retries_after_crash", "retry_window", "balance_abs_threshold"):
             if not getattr(self, name) >= 0:
                 raise RouterOptionsError(f"--{name.replace('_', '-')} must be 0 or more")
+        if not 0 <= self.cache_threshold <= 1:
+            raise RouterOptionsError(f"--cache-threshold is {self.cache_threshold}: it must be from 0 to 1")
+        if not self.balance_rel_threshold >= 1:
+            raise RouterOptionsError(f"--balance-rel-threshold is {self.balance_rel_threshold}: it must be 1 or more")
         require_above_zero(
             self,
             "health_check_interval",
@@ -120,6 +120,7 @@ class RoutingOptions:
             "first_byte_timeout",
             "idle_timeout",
             "max_body_bytes",
+            "cache_table_blocks",
         )
         if self.max_held_body_bytes < self.max_body_bytes:
             raise RouterOptionsError("--max-held-body-bytes must be at least --max-body-bytes")

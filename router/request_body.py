@@ -29,6 +29,8 @@ BYTES_PER_TOKEN = 4
 """Approximate bytes of UTF-8 per token: enough to tell a long prompt from a short one."""
 MAX_STRINGS = 1 << 17
 """Maximum number of strings, field names included, in a body with field names that must be checked one by one."""
+MAX_KEY_BYTES = 1024
+"""Bytes of a session key that count."""
 STEP = 4 << 20
 """Bytes that are searched at a time."""
 UTF8_STEP = 1 << 20
@@ -50,6 +52,8 @@ class _Fields(msgspec.Struct):
     stream: msgspec.Raw = ABSENT
     stream_options: msgspec.Raw = ABSENT
     rid: msgspec.Raw = ABSENT
+    prompt_cache_key: msgspec.Raw = ABSENT
+    user: msgspec.Raw = ABSENT
 
     def given(self, names: Iterable[str]) -> dict[str, msgspec.Raw]:
         """Return the values of those fields of ``names`` that the body has and that are not null."""
@@ -80,7 +84,8 @@ class PairBodies(NamedTuple):
 class RequestBody:
     """A client's request body, and what the router has to know about it.
 
-    The parsed fields are not kept. A stream may last for minutes, and they are many times as large as the bytes.
+    No parsed objects are kept. A stream may last for minutes, and they are many times as large as the bytes. Fields of
+    type ``msgspec.Raw`` are parts of ``raw``, which they do not copy.
     """
 
     raw: bytes
@@ -99,6 +104,12 @@ class RequestBody:
     """Prefix of the API's ids, which a drawn rid begins with."""
     is_prompt_alone: bool = False
     """Whether the instance that computes the prompt answers, so that no decode takes part."""
+    prompt: tuple[msgspec.Raw, ...] = ()
+    """JSON of the fields that hold what the model reads, in the order of the prompt."""
+    prompt_cache_key: bytes = b""
+    """JSON of the field of that name, ``MAX_KEY_BYTES`` at most; empty without one."""
+    user: bytes = b""
+    """JSON of the field of that name, ``MAX_KEY_BYTES`` at most; empty without one."""
 
     @classmethod
     def parse(cls, raw: bytes, request_id: str = "", facts: PathFacts = NATIVE) -> RequestBody:
@@ -111,7 +122,8 @@ class RequestBody:
         fields = _decode(raw, _AllFields)
         if not raw.isascii():
             _check_utf8(raw)
-        prompts = [_Prompt.read(name, value) for name, value in fields.given(facts.prompt_fields.prompts).items()]
+        given = fields.given(facts.prompt_fields.prompts)
+        prompts = [_Prompt.read(name, value) for name, value in given.items()]
         parts = fields.given(facts.prompt_fields.parts).values()
         streams = facts.stream_format.is_default
         return cls(
@@ -126,6 +138,9 @@ class RequestBody:
             request_id=request_id,
             rid_prefix=facts.rid_prefix,
             is_prompt_alone=facts.at_router is AtRouter.READ_PROMPT,
+            prompt=(*parts, *given.values()),
+            prompt_cache_key=_start_of(fields.prompt_cache_key),
+            user=_start_of(fields.user),
         )
 
     def for_pair(self, prefill: Instance) -> PairBodies:
@@ -169,6 +184,11 @@ def _decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
         raise BadRequestError("the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise BadRequestError(f"the body is not valid JSON: {exc}") from None
+
+
+def _start_of(value: msgspec.Raw) -> bytes:
+    """Return the first ``MAX_KEY_BYTES`` of a field's JSON; none if it is missing or null."""
+    return b"" if value == NULL else bytes(memoryview(value)[:MAX_KEY_BYTES])
 
 
 def _check_utf8(raw: bytes) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .errors import InstanceCrashedError, InstanceUnreachableError, RouterError
-from .fleet import Pair, Target
 from .instance import Instance
+from .targets import Target, legs
 
 RETRIES_AFTER_LOAD = 1
 """Retries of a request after an instance refused it for load. More would multiply the load that is the cause."""
@@ -42,11 +42,6 @@ class RetryBudget:
             self._after_load -= 1
             left = min(left, self._after_load)
         return left >= 0
-
-
-def legs(target: Target) -> tuple[Instance, ...]:
-    """Return the instances that serve a request at ``target``: the prefill and the decode of a pair, or the one."""
-    return tuple(target) if isinstance(target, Pair) else (target,)
 
 
 def blamed(error: RouterError, target: Target) -> set[Instance]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ..instance import Instance
-from ..request_body import RequestBody
-from .base import Policy
+from ..facts import Facts
+from ..instance import Instance, Role
+from .leg_policy import LegPolicy
 
 
-class RandomPolicy(Policy):
+class RandomPolicy(LegPolicy):
     """Choice at random, with equal probabilities."""
 
-    def choose(self, candidates: Sequence[Instance], request: RequestBody) -> Instance:
+    def choose_leg(self, role: Role, candidates: Sequence[Instance], facts: Facts) -> Instance:
         """Return one of ``candidates``, each with the same probability."""
         return random.choice(candidates)

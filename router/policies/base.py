@@ -1,32 +1,65 @@
-"""A policy chooses one of several healthy instances of the same role."""
+"""A routing policy chooses the instances that serve a request, and hears of what becomes of it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING
 
-from ..instance import Instance
-from ..request_body import RequestBody
+if TYPE_CHECKING:
+    from ..facts import Facts
+    from ..instance import Instance
+    from ..targets import Offer, Target
+    from .options import PolicyOptions
+
+
+class Ending(Enum):
+    """How an attempt ended."""
+
+    ANSWERED = auto()
+    """The answer is complete."""
+    FAILED = auto()
+    """An instance failed or refused, or the stream had an error event. Another attempt may follow."""
+    CANCELLED = auto()
+    """The client left, or the router ends."""
 
 
 class Policy(ABC):
-    """Chooses one instance. A router holds one policy object per role.
+    """Chooser of both legs of requests. A router has one object of it, and uses it on its event loop alone.
 
-    A policy reads a ``RequestBody``, not the client's JSON. A further field is added to ``_Fields`` and ``RequestBody``
-    (``router/request_body.py``) and is read by ``RequestBody.parse``. Instances get the field as well. They treat it as
-    ``--unknown-fields`` says, unless ``server/http/*/schemas.py`` declares it.
+    Calls must be short, and never wait. ``Facts`` tell about the request, and ``Instance`` about what instances do:
+    ``answers``, ``prompt_tokens`` and ``running`` count what this router sent, and ``report`` is their own word. A
+    policy may keep state, which is lost when the router ends. It keeps no ``Instance`` after ``left``, and its memory
+    has a limit.
+
+    ``LegPolicy`` is for policies that choose each leg by itself.
     """
 
+    def __init__(self, options: PolicyOptions) -> None:
+        """Make the policy of a router with these ``options``."""
+
     @abstractmethod
-    def choose(self, candidates: Sequence[Instance], request: RequestBody) -> Instance:
-        """Return one of ``candidates``. There is at least one, all can serve, in the order of the router's options.
+    def choose(self, offer: Offer, facts: Facts) -> Target:
+        """Return a pair of instances in ``offer``, or one that serves the whole request.
 
-        A call does not mean that the instance gets the request. A unified instance is also chosen to be compared with
-        a pair, and each retry chooses again. A prefill may get the whole request (``Fleet.pick``), so the decode that
-        was chosen gets none; the instances' option ``--disaggregation-threshold always`` prevents it.
+        The choice for a retry is a call of its own. A pair passes through ``load.relieved``, which may leave its
+        prefill alone.
+        """
 
-        What instances are doing is in ``Instance``: ``answers``, ``in_flight`` and ``prompt_tokens`` count their work,
-        ``report`` is their own word about it. A policy may keep state. It is used on the event loop alone, and is lost
-        when the router ends. A policy is not told when a request ends: another count belongs in
-        ``Instance.computing`` or ``Answering``.
+    def sent(self, target: Target, facts: Facts) -> None:
+        """Note that the request is sent to ``target``: directly after the choice, before the next one."""
+
+    def ended(self, target: Target, facts: Facts, ending: Ending) -> None:
+        """Note the end of an attempt that ``sent`` began. It is called exactly once for each.
+
+        If the request has moved, ``target`` is still the instances that it was sent to.
+        """
+
+    def joined(self, instance: Instance) -> None:
+        """Note that ``instance`` can be sent requests. Its caches may be empty."""
+
+    def left(self, instance: Instance) -> None:
+        """Note that ``instance`` is gone, or is about to be started anew. ``joined`` is called if it comes back.
+
+        Attempts that were sent there may end later.
         """

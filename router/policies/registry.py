@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from .base import Policy
+    from .options import PolicyOptions
 
 POLICIES = {
     "random": "at_random.RandomPolicy",
     "round_robin": "round_robin.RoundRobinPolicy",
+    "power_of_two": "power_of_two.PowerOfTwoPolicy",
+    "least_load": "least_load.LeastLoadPolicy",
+    "session": "session.SessionPolicy",
+    "cache_aware": "cache_aware.CacheAwarePolicy",
 }
 """Module of this folder and class, by name."""
 
@@ -25,11 +30,11 @@ else:
 """A name in ``POLICIES``. The command line shows and checks these choices; a type checker can't read them."""
 
 
-def make_policy(name: str) -> Policy:
-    """Import the class that ``POLICIES`` has for ``name``, and return a new object of it.
+def make_policy(options: PolicyOptions) -> Policy:
+    """Import the class that ``POLICIES`` has for ``options.policy``, and return a new object of it.
 
     Raises ``KeyError`` for an unknown name.
     """
-    module, cls = POLICIES[name].split(".")
+    module, cls = POLICIES[options.policy].split(".")
     policy: type[Policy] = getattr(import_module(f".{module}", __package__), cls)
-    return policy()
+    return policy(options)

@@ -191,7 +191,7 @@ APIS: tuple[Api, ...] = (
             "openai.chat:chat_completions",
             "answer a conversation, OpenAI's shape",
             rid_prefix="chatcmpl-",
-            parts=("messages", "tools"),
+            parts=("tools", "messages"),
         ),
     ),
     # llama-server's
@@ -220,7 +220,7 @@ APIS: tuple[Api, ...] = (
             "/api/chat",
             "ollama.generate:chat",
             "answer a conversation, Ollama's shape",
-            parts=("messages", "tools"),
+            parts=("tools", "messages"),
         ),
         error_shape=message_error,
         stream_format=OLLAMA_LINES,
@@ -232,7 +232,7 @@ APIS: tuple[Api, ...] = (
             "anthropic.messages:messages",
             "answer a conversation, Anthropic's shape",
             rid_prefix="msg_",
-            parts=("system", "messages", "tools"),
+            parts=("tools", "system", "messages"),
         ),
         post(
             "/v1/messages/count_tokens",
@@ -251,7 +251,7 @@ APIS: tuple[Api, ...] = (
             "responses.endpoints:create_response",
             "answer a conversation of items, OpenAI's Responses API",
             rid_prefix="resp_",
-            parts=("instructions", "input", "tools"),
+            parts=("tools", "instructions", "input"),
         ),
         get("/v1/responses/{id:path}", "responses.kept:get_response", "a response that is kept", OWN),
         post(

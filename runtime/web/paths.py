@@ -61,7 +61,7 @@ class PromptFields(NamedTuple):
     prompts: tuple[str, ...] = ()
     """Fields of which one is given: a prompt, or a list of them."""
     parts: tuple[str, ...] = ()
-    """Fields that become parts of one prompt together."""
+    """Fields that become parts of one prompt together, in that order, before ``prompts``."""
 
 
 class PathFacts(NamedTuple):

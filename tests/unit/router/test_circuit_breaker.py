@@ -7,9 +7,9 @@ from support.router_rig import generate, scenario
 
 from pdserve.router.circuit_breaker import FAILURES, LONGEST, CircuitBreaker
 from pdserve.router.errors import InstanceAnsweredError, InstanceGoneError, InstanceSilentError, retry_after
-from pdserve.router.fleet import Pair
 from pdserve.router.instance import Instance, Role
 from pdserve.router.retries import blamed, charge
+from pdserve.router.targets import Pair
 
 TRANSFER = b'{"error": {"message": "the peer is gone", "type": "transfer_error"}}'
 FULL = b'{"error": {"message": "full", "type": "overloaded_error"}}'

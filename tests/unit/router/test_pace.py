@@ -10,16 +10,20 @@ from support.router_rig import TIME_LIMIT, generate, scenario
 from support.sim import SimInstance
 
 from pdserve.messages.worker import MeasuredStep
-from pdserve.router.fleet import MOST_WAITING, Fleet, Pair
+from pdserve.router.facts import Facts
+from pdserve.router.fleet import Fleet
 from pdserve.router.health import _read_report
-from pdserve.router.instance import Answering, HealthReport, HealthState, Instance, ReportedPace, Role
+from pdserve.router.instance import HealthReport, HealthState, Instance, ReportedPace, Role
+from pdserve.router.load import MOST_WAITING
 from pdserve.router.options import RouterOptions
 from pdserve.router.request_body import RequestBody
+from pdserve.router.targets import Pair
+from pdserve.router.work import Answering, Computing
 from pdserve.scheduler.estimates.cost_model import StepShape
 from pdserve.scheduler.pace import MEMORY_SECONDS
 from pdserve.scheduler.step_builder import StepEstimate
 
-BODY = RequestBody.parse(b"{}")
+FACTS = Facts(RequestBody.parse(b"{}"))
 
 
 def pace(
@@ -59,16 +63,16 @@ def make_fleet(prefill: ReportedPace | None, decode: ReportedPace | None, worker
 )
 def test_a_prefill_decodes_where_its_decode_can_t_keep_pace(prefill, decode, alone):
     fleet = make_fleet(prefill, decode)
-    target = fleet.pick(BODY)
+    target = fleet.pick(FACTS)
     assert target is fleet.instances[0] if alone else isinstance(target, Pair)
 
 
 def test_a_decode_with_few_streams_keeps_them():
-    assert isinstance(make_fleet(pace(9, 1, 40), pace(12, 1, 40), streams=3).pick(BODY), Pair)
+    assert isinstance(make_fleet(pace(9, 1, 40), pace(12, 1, 40), streams=3).pick(FACTS), Pair)
     fleet = make_fleet(pace(9, 1, 40), pace(12, 1, 40), streams=4)
     with Answering(fleet.instances[0]):  # which has one, too
-        assert isinstance(fleet.pick(BODY), Pair)
-    assert fleet.pick(BODY) is fleet.instances[0]
+        assert isinstance(fleet.pick(FACTS), Pair)
+    assert fleet.pick(FACTS) is fleet.instances[0]
 
 
 def test_what_was_sent_since_counts():
@@ -76,7 +80,7 @@ def test_what_was_sent_since_counts():
     prefill, decode = fleet.instances
     places = []
     for _ in range(16):
-        target = fleet.pick(BODY)
+        target = fleet.pick(FACTS)
         place = target.decode if isinstance(target, Pair) else target
         Answering(place).__enter__()
         places.append(place)
@@ -91,10 +95,12 @@ def test_what_was_sent_since_counts():
 def test_a_prefill_with_prompts_to_compute_is_left_to_them():
     fleet = make_fleet(pace(10, 1, 40), pace(35, 1, 40))
     prefill = fleet.instances[0]
-    with prefill.computing(MOST_WAITING, for_decode=True), prefill.computing(10**5):
-        assert fleet.pick(BODY) is prefill
-        with prefill.computing(1, for_decode=True):
-            assert isinstance(fleet.pick(BODY), Pair)
+    counted = [Computing(prefill, MOST_WAITING, for_decode=True), Computing(prefill, 10**5)]
+    assert fleet.pick(FACTS) is prefill
+    counted.append(Computing(prefill, 1, for_decode=True))
+    assert isinstance(fleet.pick(FACTS), Pair)
+    for one in counted:
+        one.done()
     assert prefill.handed_over_tokens == prefill.prompt_tokens == 0
 
 
@@ -102,7 +108,7 @@ def test_a_worker_is_compared_with_who_would_serve():
     fleet = make_fleet(pace(10, 1, 40), pace(35, 1, 40), worker=["http://w"])
     prefill, decode, worker = fleet.instances
     decode.in_flight, worker.in_flight = 30, 20
-    assert fleet.pick(BODY) is prefill
+    assert fleet.pick(FACTS) is prefill
 
 
 def test_what_came_while_it_was_asked_counts():

@@ -4,11 +4,14 @@ from collections import Counter
 
 import pytest
 
-from pdserve.router.fleet import Fleet, Pair
+from pdserve.router.facts import Facts
+from pdserve.router.fleet import Fleet
 from pdserve.router.instance import HealthState, Role
 from pdserve.router.options import RouterOptions
 from pdserve.router.policies.registry import POLICIES
 from pdserve.router.request_body import RequestBody
+from pdserve.router.targets import Pair
+from pdserve.router.work import Computing
 from pdserve.runtime.web.apis import path_table
 from pdserve.runtime.web.paths import Server
 
@@ -26,7 +29,7 @@ def make_fleet(policy="round_robin", prefill=1, decode=1, worker=0, unhealthy=()
 
 
 def chosen(fleet, failed=(), body=BODY):
-    target = fleet.pick(body, [i for i in fleet.instances if i.host in failed])
+    target = fleet.pick(Facts(body), [i for i in fleet.instances if i.host in failed])
     if isinstance(target, Pair):
         return target.prefill.host, target.decode.host
     return target.host if target else None
@@ -109,10 +112,12 @@ def test_a_failure_takes_an_instance_out_until_the_next_check():
 
 def test_a_prompt_counts_until_it_is_computed():
     prefill, worker = make_fleet(decode=0, worker=1).instances
-    with prefill.computing(30), worker.computing(40) as done:
-        assert (prefill.prompt_tokens, worker.prompt_tokens) == (30, 40)
-        done()
+    first, second = Computing(prefill, 30), Computing(worker, 40)
+    assert (prefill.prompt_tokens, worker.prompt_tokens) == (30, 40)
+    for _ in range(2):
+        second.done()
         assert (prefill.prompt_tokens, worker.prompt_tokens) == (30, 0)
+    first.done()
     assert (prefill.prompt_tokens, worker.prompt_tokens) == (0, 0)
 
 

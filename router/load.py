@@ -1,0 +1,102 @@
+"""Estimates of how much instances have to do, from the router's counts and their reports, and rules that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from .instance import Instance, Role
+from .targets import Pair, Target
+
+MOST_WAITING = 512
+"""Maximum number of prompt tokens queued at a prefill that may also decode: about one step."""
+CLEARLY_FASTER = 0.75
+"""A prefill may decode a request itself if its time per token is at most this fraction of the decode's."""
+MORE_STREAMS = 4
+"""A prefill may decode a request itself only if the decode has at least this many more streams."""
+ANSWER_TOKENS = 256
+"""Prompt tokens that take about as long as the rest of a running answer, among the work of one instance."""
+
+Cost = Callable[[Instance], float]
+
+
+def queued(target: Target) -> tuple[int, int]:
+    """Return the load that a new request at ``target`` meets, for comparing targets.
+
+    The first number is the prompt tokens that its prefill has still to compute. The second is the requests in flight at
+    its decode. A single instance has both.
+    """
+    prefill, decode = target if isinstance(target, Pair) else (target, target)
+    return prefill.prompt_tokens, decode.in_flight
+
+
+def relieved(pair: Pair) -> Target:
+    """Return ``pair``, or its prefill alone if that should decode the request, too: the decode has too much to do."""
+    return pair.prefill if _spares_its_decode(pair) else pair
+
+
+def _spares_its_decode(pair: Pair) -> bool:
+    """Return whether the prefill of ``pair`` should decode the request, too, because the decode has too much to do.
+
+    Return False if the pace of either is unknown. The same holds if the prefill takes only shorter requests, or has
+    many prompts to compute for decodes.
+    """
+    prefill, decode = pair
+    if prefill.token_ms is None or decode.token_ms is None or decode.decode_ms is None:
+        return False
+    if prefill.handed_over_tokens > MOST_WAITING or not prefill.has_room_of(decode):
+        return False
+    more = decode.answers - prefill.answers >= MORE_STREAMS
+    if more and prefill.token_ms <= CLEARLY_FASTER * decode.decode_ms:
+        return True
+    return not decode.keeps_pace and prefill.token_ms < decode.token_ms
+
+
+def cost_for(role: Role, candidates: Sequence[Instance], prompt_tokens: int) -> Cost:
+    """Return a function that estimates how long a request would take at each of ``candidates``, for comparing them.
+
+    ``role``: the part of the request that they would serve. ``prompt_tokens``: the length of its prompt.
+
+    - A decode costs the time per token that it reports, corrected for requests sent since.
+    - A prefill or worker costs the prompt tokens that it has to compute. A running answer counts as ``ANSWER_TOKENS``.
+      The sum is weighted by the time per token that the instance reports.
+
+    Reports are used only if all candidates have one.
+    """
+    is_reported = all(instance.report.pace is not None for instance in candidates)
+    if role is Role.DECODE:
+        return _token_ms if is_reported else _answers
+    if not is_reported:
+        return _work
+    return lambda instance: (prompt_tokens + ANSWER_TOKENS + _work(instance)) * (instance.decode_ms or 0.0)
+
+
+def _token_ms(instance: Instance) -> float:
+    return instance.token_ms or 0.0
+
+
+def _answers(instance: Instance) -> float:
+    return instance.answers
+
+
+def _work(instance: Instance) -> float:
+    return instance.prompt_tokens + ANSWER_TOKENS * instance.answers
+
+
+class BalanceLimits(NamedTuple):
+    """Limits within which an instance may have more requests than others, for the sake of its cache.
+
+    It exceeds them if it is above both.
+    """
+
+    absolute: int
+    """Requests that it may have more than the candidate with the fewest."""
+    relative: float
+    """Factor by which it may have more than that candidate."""
+
+    def exceeds(self, chosen: Instance, candidates: Sequence[Instance]) -> bool:
+        """Return whether ``chosen`` has too many requests, compared with the least loaded of ``candidates``."""
+        if chosen.running <= self.absolute:
+            return False
+        fewest = min(instance.running for instance in candidates)
+        return chosen.running - fewest > self.absolute and chosen.running > self.relative * fewest

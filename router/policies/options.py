@@ -1,0 +1,44 @@
+"""The options of routing policies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...runtime.options import opt, section
+from .registry import RoutingPolicyName
+
+
+@section("Routing", order=6)
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """The choice of a routing policy, and the numbers that policies read."""
+
+    policy: RoutingPolicyName = opt(
+        default="round_robin",
+        help="How the instances that serve a request are chosen among those that can. docs/disaggregation.md has more.",
+    )
+    cache_threshold: float = opt(
+        default=0.5,
+        help=(
+            "Smallest known share of a prompt, from 0 to 1, for which the policy cache_aware prefers the instance "
+            "that has it."
+        ),
+    )
+    balance_abs_threshold: int = opt(
+        default=16,
+        help=(
+            "Requests that an instance may have more than the least loaded one, for the policies cache_aware and "
+            "session. A request leaves it if --balance-rel-threshold is exceeded as well."
+        ),
+    )
+    balance_rel_threshold: float = opt(
+        default=1.5,
+        help="Factor by which an instance may have more requests than the least loaded one; see above.",
+    )
+    cache_table_blocks: int = opt(
+        default=1 << 17,
+        help=(
+            "Blocks of 512 bytes of prompts that the policy cache_aware remembers. Each takes about 200 bytes of the "
+            "router's memory."
+        ),
+    )

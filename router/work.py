@@ -1,0 +1,60 @@
+"""Counts of the work that a router has given to instances, each kept as long as the work lasts."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from .instance import Instance
+
+
+class Answering:
+    """Count of requests that decode at an instance, or at the one that they migrate to, until the block ends."""
+
+    def __init__(self, instance: Instance, count: int = 1) -> None:
+        self.instance = instance
+        self._count = count
+
+    def __enter__(self) -> Self:
+        self.instance.answers += self._count
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.instance.answers -= self._count
+        self._count = 0
+
+    def move(self, to: Instance) -> None:
+        """Count these requests in ``answers`` of ``to`` from now on, and no longer in that of the instance before."""
+        self.instance.answers -= self._count
+        to.answers += self._count
+        self.instance = to
+
+
+class Computing:
+    """Count of prompts as waiting at an instance, from now until ``done`` is called.
+
+    It is counted at once, so the next choice sees it. A prompt that the instance declines is no longer counted
+    anywhere, though the decode computes it.
+    """
+
+    def __init__(self, instance: Instance, tokens: int, count: int = 1, *, for_decode: bool = False) -> None:
+        """Count ``count`` prompts of ``tokens`` tokens in all.
+
+        ``for_decode``: their KV goes to another instance, which decodes.
+        """
+        self._instance = instance
+        self._tokens = tokens
+        self._for_decode = for_decode
+        self._count = count
+        self._add(1)
+
+    def done(self, *_: object) -> None:
+        """Count the prompts no longer. Further calls do nothing."""
+        if self._count:
+            self._add(-1)
+            self._count = 0
+
+    def _add(self, sign: int) -> None:
+        self._instance.prompt_tokens += sign * self._tokens
+        if self._for_decode:
+            self._instance.handed_over_tokens += sign * self._tokens
+            self._instance.handed_over += sign * self._count
