@@ -58,8 +58,7 @@ def cost_for(role: Role, candidates: Sequence[Instance], prompt_tokens: int) -> 
     ``role``: the part of the request that they would serve. ``prompt_tokens``: the length of its prompt.
 
     - A decode costs the time per token that it reports, corrected for requests sent since.
-    - A prefill or worker costs the prompt tokens that it has to compute. A running answer counts as ``ANSWER_TOKENS``.
-      The sum is weighted by the time per token that the instance reports.
+    - A prefill or worker costs its ``work``, weighted by the time per token that it reports.
 
     Reports are used only if all candidates have one.
     """
@@ -67,8 +66,8 @@ def cost_for(role: Role, candidates: Sequence[Instance], prompt_tokens: int) -> 
     if role is Role.DECODE:
         return _token_ms if is_reported else _answers
     if not is_reported:
-        return _work
-    return lambda instance: (prompt_tokens + ANSWER_TOKENS + _work(instance)) * (instance.decode_ms or 0.0)
+        return work
+    return lambda instance: (prompt_tokens + ANSWER_TOKENS + work(instance)) * (instance.decode_ms or 0.0)
 
 
 def _token_ms(instance: Instance) -> float:
@@ -79,7 +78,8 @@ def _answers(instance: Instance) -> float:
     return instance.answers
 
 
-def _work(instance: Instance) -> float:
+def work(instance: Instance) -> int:
+    """Return the prompt tokens that an instance has to compute, with each running answer as ``ANSWER_TOKENS``."""
     return instance.prompt_tokens + ANSWER_TOKENS * instance.answers
 
 

@@ -7,7 +7,7 @@ from itertools import count
 
 from ..facts import Facts
 from ..instance import Instance, Role
-from ..load import BalanceLimits
+from ..load import BalanceLimits, work
 from ..targets import Target, legs
 from .least_load import LeastLoadPolicy
 from .options import PolicyOptions
@@ -17,10 +17,13 @@ from .prefix_table import PrefixTable
 class CacheAwarePolicy(LeastLoadPolicy):
     """Choice of the instance that was sent the longest prefix of the prompt.
 
-    It reads no cache: it assumes that instances keep what they were sent last. A request goes to the instance with the
-    least load instead if less than the option ``cache_threshold`` of its prompt is known. The same holds if the
-    instance exceeds the balance limits. SGLang's router and smg have a policy of this name, which keeps a tree of the
-    prompts themselves.
+    It reads no cache: it assumes that instances keep what they were sent last. SGLang's router and smg have a policy of
+    this name, which keeps a tree of the prompts themselves. A request goes to the instance with the least load instead
+    in any of these cases:
+
+    - The known part of its prompt is smaller than the option ``cache_threshold``.
+    - The instance exceeds the balance limits.
+    - The prompts that wait at the instance take longer than the known part saves.
     """
 
     def __init__(self, options: PolicyOptions) -> None:
@@ -43,9 +46,17 @@ class CacheAwarePolicy(LeastLoadPolicy):
             known = self._table.match(blocks, by_number)
             if known.blocks and known.blocks >= self._threshold * len(blocks):
                 chosen = super().choose_leg(role, [by_number[number] for number in known.holders], facts)
-                if not self._limits.exceeds(chosen, candidates):
+                saved = facts.prompt_tokens * known.blocks // len(blocks)
+                if self._is_worth_it(role, chosen, candidates, saved):
                     return chosen
         return super().choose_leg(role, candidates, facts)
+
+    def _is_worth_it(self, role: Role, chosen: Instance, candidates: Sequence[Instance], saved: int) -> bool:
+        """Return whether ``chosen``, which has ``saved`` tokens of the prompt, should serve rather than another one."""
+        if self._limits.exceeds(chosen, candidates):
+            return False
+        # At a decode, prompts do not wait for each other.
+        return role is Role.DECODE or work(chosen) - min(map(work, candidates)) <= saved
 
     def sent(self, target: Target, facts: Facts) -> None:
         """Record that the instances of ``target`` come to have the prompt."""

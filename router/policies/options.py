@@ -18,14 +18,14 @@ class PolicyOptions:
         help="How the instances that serve a request are chosen among those that can. docs/disaggregation.md has more.",
     )
     cache_threshold: float = opt(
-        default=0.5,
+        default=0.3,
         help=(
             "Smallest known share of a prompt, from 0 to 1, for which the policy cache_aware prefers the instance "
             "that has it."
         ),
     )
     balance_abs_threshold: int = opt(
-        default=16,
+        default=8,
         help=(
             "Requests that an instance may have more than the least loaded one, for the policies cache_aware and "
             "session. A request leaves it if --balance-rel-threshold is exceeded as well."
