@@ -153,11 +153,8 @@ class Dispatcher:
     async def _attempt(self, target: Target, request: RoutedRequest, answer: ClientAnswer) -> None:
         """Send the request to ``target`` and pass its answer on. Raises ``RouterError``."""
         # The work is counted before anything is awaited, so that the next choice sees it.
-        decodes = target.decode if isinstance(target, Pair) else target
-        with (
-            Attempt(self._fleet.policy, target, request.facts) as attempt,
-            Answering(decodes, request.body.batch_size or 1) as answering,
-        ):
+        decodes, count = target.decode if isinstance(target, Pair) else target, request.body.batch_size or 1
+        with Attempt(self._fleet.policy, target, request.facts) as attempt, Answering(decodes, count) as answering:
             if isinstance(target, Pair):
                 await self._serve_by_pair(target.prefill, answering, request, answer)
             else:
@@ -248,9 +245,8 @@ class Dispatcher:
     async def _serve_by_pair(
         self, instance: Instance, answering: Answering, request: RoutedRequest, answer: ClientAnswer
     ) -> None:
-        body = request.body
-        bodies = body.for_pair(instance)
-        computing = Computing(instance, body.prompt_tokens, body.batch_size or 1, for_decode=True)
+        bodies = request.body.for_pair(instance)
+        computing = Computing(instance, request.body.prompt_tokens, request.body.batch_size or 1, for_decode=True)
         prefill = asyncio.create_task(self._watch_prefill(instance, request, bodies.prefill))
         prefill.add_done_callback(computing.done)  # also if it is cancelled before it runs
         decode = asyncio.create_task(self._answer_from(answering, request, bodies.decode, answer))
@@ -277,12 +273,9 @@ class Dispatcher:
 
     async def _serve_alone(self, answering: Answering, request: RoutedRequest, answer: ClientAnswer) -> None:
         """Have one instance compute the prompt and the answer, which goes to the client. Raises ``RouterError``."""
-        computing = Computing(answering.instance, request.body.prompt_tokens)
-        try:
+        with Computing(answering.instance, request.body.prompt_tokens) as computing:
             # The prompt is computed when the answer begins. An answer that does not stream only shows its end.
             await self._answer_from(answering, request, request.body.raw, answer, computing.done)
-        finally:
-            computing.done()
 
     async def _answer_from(
         self,

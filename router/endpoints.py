@@ -102,7 +102,8 @@ class GenerationEndpoint:
             body = await self._bodies.parse(self._fixed_body, record.request_id)
             return RoutedRequest(NATIVE.path, headers, Facts(body), is_probe=True)
         body = await self._bodies.parse(raw, record.request_id, record.facts)
-        return RoutedRequest(scope["path"], headers, Facts(body, scope["headers"]), record.stream_format)
+        facts = Facts(body, scope["headers"], Caller.of(scope).name)
+        return RoutedRequest(scope["path"], headers, facts, record.stream_format)
 
     async def _serve(self, request: RoutedRequest, answer: ClientAnswer, receive: Receive) -> None:
         work = asyncio.create_task(self._dispatcher.serve(request, answer))

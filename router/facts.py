@@ -16,9 +16,11 @@ MAX_BLOCKS = 2048
 class Facts:
     """Facts about one request, for all of its attempts. They cost nothing until a policy asks for them."""
 
-    def __init__(self, body: RequestBody, headers: Headers = ()) -> None:
+    def __init__(self, body: RequestBody, headers: Headers = (), key_name: str = "") -> None:
+        """Take the client's ``body`` and ``headers``. ``key_name``: the name of its API key, "" without one."""
         self.body = body
         self._headers = headers
+        self._key_name = key_name
 
     @property
     def prompt_tokens(self) -> int:
@@ -43,13 +45,14 @@ class Facts:
     def blocks(self) -> tuple[int, ...]:
         """Hashes of the prompt's blocks of ``BLOCK_BYTES`` bytes, each of a block and all before it.
 
-        So two prompts have as many hashes in common as blocks of a common prefix. A block is of the client's JSON, in
-        the order of the prompt. The rest after the last whole block does not count, nor does what follows
-        ``MAX_BLOCKS``. Hashes differ from process to process, so clients can't construct collisions.
+        So two prompts have as many hashes in common as blocks of a common prefix, unless their API keys or cache
+        namespaces differ. A block is of the client's JSON, in the order of the prompt. The rest after the last whole
+        block does not count, nor does what follows ``MAX_BLOCKS``. Hashes differ from process to process, so clients
+        can't construct collisions.
         """
         data = self._prompt_start(MAX_BLOCKS * BLOCK_BYTES)
         hashes: list[int] = []
-        last = 0
+        last = hash((self._key_name, self.body.cache_namespace))
         for end in range(BLOCK_BYTES, len(data) + 1, BLOCK_BYTES):
             last = hash((last, data[end - BLOCK_BYTES : end]))
             hashes.append(last)

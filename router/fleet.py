@@ -36,7 +36,7 @@ PICK_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 class Fleet:
-    """The instances, their states, and the policies that choose among them."""
+    """The instances, their states, and the policy that chooses among them."""
 
     def __init__(self, options: RouterOptions) -> None:
         prefills = [Instance(url, Role.PREFILL, port) for url, port in parse_prefill(options.prefill)]

@@ -30,7 +30,7 @@ BYTES_PER_TOKEN = 4
 MAX_STRINGS = 1 << 17
 """Maximum number of strings, field names included, in a body with field names that must be checked one by one."""
 MAX_KEY_BYTES = 1024
-"""Bytes of a session key that count."""
+"""Bytes of a session key, or of another name, that count."""
 STEP = 4 << 20
 """Bytes that are searched at a time."""
 UTF8_STEP = 1 << 20
@@ -54,6 +54,8 @@ class _Fields(msgspec.Struct):
     rid: msgspec.Raw = ABSENT
     prompt_cache_key: msgspec.Raw = ABSENT
     user: msgspec.Raw = ABSENT
+    extra_key: msgspec.Raw = ABSENT
+    cache_salt: msgspec.Raw = ABSENT
 
     def given(self, names: Iterable[str]) -> dict[str, msgspec.Raw]:
         """Return the values of those fields of ``names`` that the body has and that are not null."""
@@ -110,6 +112,8 @@ class RequestBody:
     """JSON of the field of that name, ``MAX_KEY_BYTES`` at most; empty without one."""
     user: bytes = b""
     """JSON of the field of that name, ``MAX_KEY_BYTES`` at most; empty without one."""
+    cache_namespace: bytes = b""
+    """JSON of ``extra_key`` or ``cache_salt``: requests share cached prefixes only within it. The length as above."""
 
     @classmethod
     def parse(cls, raw: bytes, request_id: str = "", facts: PathFacts = NATIVE) -> RequestBody:
@@ -141,6 +145,7 @@ class RequestBody:
             prompt=(*parts, *given.values()),
             prompt_cache_key=_start_of(fields.prompt_cache_key),
             user=_start_of(fields.user),
+            cache_namespace=_start_of(fields.extra_key) or _start_of(fields.cache_salt),
         )
 
     def for_pair(self, prefill: Instance) -> PairBodies:

@@ -30,9 +30,9 @@ class Answering:
 
 
 class Computing:
-    """Count of prompts as waiting at an instance, from now until ``done`` is called.
+    """Count of prompts that wait at an instance, from now until ``done`` is called or a block of it ends.
 
-    It is counted at once, so the next choice sees it. A prompt that the instance declines is no longer counted
+    They are counted at once, so the next choice sees them. A prompt that the instance declines is no longer counted
     anywhere, though the decode computes it.
     """
 
@@ -46,6 +46,12 @@ class Computing:
         self._for_decode = for_decode
         self._count = count
         self._add(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.done()
 
     def done(self, *_: object) -> None:
         """Count the prompts no longer. Further calls do nothing."""

@@ -95,13 +95,11 @@ def test_what_was_sent_since_counts():
 def test_a_prefill_with_prompts_to_compute_is_left_to_them():
     fleet = make_fleet(pace(10, 1, 40), pace(35, 1, 40))
     prefill = fleet.instances[0]
-    counted = [Computing(prefill, MOST_WAITING, for_decode=True), Computing(prefill, 10**5)]
-    assert fleet.pick(FACTS) is prefill
-    counted.append(Computing(prefill, 1, for_decode=True))
-    assert isinstance(fleet.pick(FACTS), Pair)
-    for one in counted:
-        one.done()
-    assert prefill.handed_over_tokens == prefill.prompt_tokens == 0
+    with Computing(prefill, MOST_WAITING, for_decode=True), Computing(prefill, 10**5):
+        assert fleet.pick(FACTS) is prefill
+        with Computing(prefill, 1, for_decode=True):
+            assert isinstance(fleet.pick(FACTS), Pair)
+    assert prefill.handed_over_tokens == prefill.prompt_tokens == prefill.handed_over == 0
 
 
 def test_a_worker_is_compared_with_who_would_serve():

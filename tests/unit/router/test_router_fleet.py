@@ -10,7 +10,7 @@ from pdserve.router.instance import HealthState, Role
 from pdserve.router.options import RouterOptions
 from pdserve.router.policies.registry import POLICIES
 from pdserve.router.request_body import RequestBody
-from pdserve.router.targets import Pair
+from pdserve.router.targets import Pair, legs
 from pdserve.router.work import Computing
 from pdserve.runtime.web.apis import path_table
 from pdserve.runtime.web.paths import Server
@@ -102,6 +102,19 @@ def test_a_retry_goes_elsewhere_while_there_is_an_elsewhere():
     assert chosen(make_fleet(), failed=("prefill0", "decode0")) == ("prefill0", "decode0")
 
 
+def test_a_retry_prefers_instances_without_an_earlier_attempt():
+    def hosts(fleet, *tried):
+        picked = {fleet.pick(Facts(BODY), [], [i for i in fleet.instances if i.host in tried]) for _ in range(6)}
+        return {tuple(i.host for i in legs(target)) for target in picked}
+
+    pairs = make_fleet(prefill=2, decode=2)
+    assert hosts(pairs, "prefill0", "decode1") == {("prefill1", "decode0")}
+    assert len(hosts(pairs, "prefill0", "decode1", "prefill1", "decode0")) == 2
+    workers = make_fleet(prefill=0, decode=0, worker=2)
+    assert hosts(workers, "worker0") == {("worker1",)}
+    assert hosts(workers, "worker0", "worker1") == {("worker0",), ("worker1",)}
+
+
 def test_a_failure_takes_an_instance_out_until_the_next_check():
     fleet = make_fleet()
     fleet.report_failure(fleet.instances[0], "connection reset")
@@ -112,12 +125,10 @@ def test_a_failure_takes_an_instance_out_until_the_next_check():
 
 def test_a_prompt_counts_until_it_is_computed():
     prefill, worker = make_fleet(decode=0, worker=1).instances
-    first, second = Computing(prefill, 30), Computing(worker, 40)
-    assert (prefill.prompt_tokens, worker.prompt_tokens) == (30, 40)
-    for _ in range(2):
-        second.done()
+    with Computing(prefill, 30), Computing(worker, 40) as computing:
+        assert (prefill.prompt_tokens, worker.prompt_tokens) == (30, 40)
+        computing.done()
         assert (prefill.prompt_tokens, worker.prompt_tokens) == (30, 0)
-    first.done()
     assert (prefill.prompt_tokens, worker.prompt_tokens) == (0, 0)
 
 

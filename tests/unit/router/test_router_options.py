@@ -27,6 +27,12 @@ def test_bootstrap_ports_follow_their_urls():
         {"worker": ["http://a"], "max_held_body_bytes": 2**20},
         {"worker": ["http://a"], "retry_window": -0.1},
         {"worker": ["http://a"], "max_body_bytes": 0},
+        {"worker": ["http://a"], "cache_threshold": -0.1},
+        {"worker": ["http://a"], "cache_threshold": 1.1},
+        {"worker": ["http://a"], "cache_threshold": float("nan")},
+        {"worker": ["http://a"], "balance_abs_threshold": -1},
+        {"worker": ["http://a"], "balance_rel_threshold": 0.9},
+        {"worker": ["http://a"], "cache_table_blocks": 0},
         *(
             {"worker": ["http://a"], name: 0.0}
             for name in ("health_check_interval", "health_check_timeout", "hang_timeout", "connect_timeout")

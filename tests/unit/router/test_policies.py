@@ -1,0 +1,334 @@
+"""What each routing policy chooses, and what it keeps."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import subprocess
+import weakref
+from collections import Counter
+
+import pytest
+
+from pdserve.router.attempts import Attempt
+from pdserve.router.facts import Facts
+from pdserve.router.fleet import Fleet
+from pdserve.router.instance import HealthReport, HealthState, Instance, ReportedPace, Role
+from pdserve.router.options import RouterOptions
+from pdserve.router.policies.base import Policy
+from pdserve.router.policies.options import PolicyOptions
+from pdserve.router.policies.registry import POLICIES, make_policy
+from pdserve.router.request_body import RequestBody
+from pdserve.router.targets import Offer, Pair
+from pdserve.router.work import Answering, Computing
+from pdserve.runtime.python import python_command
+
+EMPTY = RequestBody.parse(b"{}")
+
+
+def make_fleet(policy: str, workers: int = 0, pairs: int = 0, **options: float) -> Fleet:
+    urls = {"worker": [f"http://w{i}" for i in range(workers)]}
+    urls |= {role: [f"http://{role[0]}{i}" for i in range(pairs)] for role in ("prefill", "decode")}
+    fleet = Fleet(RouterOptions(policy=policy, **urls, **options))
+    for instance in fleet.instances:
+        fleet.set_state(instance, HealthState.HEALTHY, "test")
+    return fleet
+
+
+def facts_of(text: str = "x", *headers: tuple[bytes, bytes], **fields: object) -> Facts:
+    return Facts(RequestBody.parse(json.dumps({"text": text, **fields}).encode()), headers)
+
+
+def text_of(name: int, size: int = 6000) -> str:
+    return random.Random(name).randbytes(size // 2).hex()
+
+
+def choose(fleet: Fleet, facts: Facts | None = None) -> tuple[str, ...]:
+    """Choose for a request, let it be served at once, and return the hosts."""
+    facts = facts or Facts(EMPTY)
+    target = fleet.pick(facts)
+    assert target is not None
+    with Attempt(fleet.policy, target, facts):
+        return tuple(one.host for one in target) if isinstance(target, Pair) else (target.host,)
+
+
+def report(instance: Instance, token_ms: float, stream_ms: float = 1.0) -> None:
+    instance.learn(HealthReport(pace=ReportedPace(token_ms, token_ms, stream_ms, 0.0, 999)))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_policy_keeps_to_the_offer(policy):
+    fleet = make_fleet(policy, pairs=3)
+    p, d, w = fleet.instances[:3], fleet.instances[3:], [Instance("http://w", Role.UNIFIED)]
+    facts = facts_of(text_of(1), user="a")
+    for _ in range(20):
+        fleet.policy.sent(Pair(p[2], d[2]), facts)  # which is not offered
+        pair = fleet.policy.choose(Offer(p[:2], d[:1]), facts)
+        assert isinstance(pair, Pair)
+        assert pair.prefill in p[:2]
+        assert pair.decode is d[0]
+        assert fleet.policy.choose(Offer(p[:1]), facts) is p[0]
+        assert fleet.policy.choose(Offer(workers=w), facts) is w[0]
+    w[0].prompt_tokens = 9
+    assert isinstance(fleet.policy.choose(Offer(p, d, w), facts), Pair)
+    for prefill in p:
+        prefill.prompt_tokens = 10
+    assert fleet.policy.choose(Offer(p, d, w), facts) is w[0]
+
+
+@pytest.mark.parametrize("policy", ["random", "round_robin", "power_of_two", "least_load"])
+def test_a_policy_without_need_for_facts_computes_none(policy):
+    fleet, facts = make_fleet(policy, workers=2, pairs=2), facts_of(text_of(1), user="a")
+    choose(fleet, facts)
+    assert not {"blocks", "session_key"} & vars(facts).keys()
+
+
+def test_power_of_two_avoids_the_busiest_and_uses_all_others():
+    fleet = make_fleet("power_of_two", workers=4)
+    fleet.instances[1].answers = 5
+    counts = Counter(choose(fleet)[0] for _ in range(200))
+    assert set(counts) == {"w0", "w2", "w3"}
+    fleet.instances[2].prompt_tokens = 1
+    assert {choose(fleet)[0] for _ in range(200)} == {"w0", "w2", "w3"}  # w2 wins against w1 alone
+
+
+def test_the_least_load_counts_prompts_and_answers():
+    fleet = make_fleet("least_load", workers=3)
+    w0, w1, w2 = fleet.instances
+    w0.prompt_tokens, w1.answers, w2.answers = 1000, 3, 4
+    assert choose(fleet) == ("w1",)
+    with Answering(w1, 2):
+        assert choose(fleet) == ("w0",)
+    computing = Computing(w1, 257)
+    assert choose(fleet) == ("w0",)
+    computing.done()
+    assert choose(fleet) == ("w1",)
+
+
+def test_equal_instances_take_turns():
+    fleet = make_fleet("least_load", workers=3, pairs=2)
+    for instance in fleet.instances:
+        instance.prompt_tokens = instance.in_flight = 7 if instance.host[0] == "w" else 0
+    assert [choose(fleet) for _ in range(4)] == [("p0", "d0"), ("p1", "d1")] * 2
+
+
+def test_the_least_load_of_pairs_is_chosen_leg_by_leg():
+    fleet = make_fleet("least_load", pairs=2)
+    p0, p1, d0, d1 = fleet.instances
+    p0.prompt_tokens, d1.answers = 10, 1
+    assert choose(fleet) == ("p1", "d0")
+    p1.prompt_tokens, d0.answers = 20, 2
+    assert choose(fleet) == ("p0", "d1")
+    assert d1.prompt_tokens == p0.answers == 0
+
+
+def test_reported_paces_count_if_all_report():
+    fleet = make_fleet("least_load", pairs=2)
+    d0, d1 = fleet.instances[2:]
+    d0.answers = 9
+    report(d0, token_ms=10)
+    assert choose(fleet)[1] == "d1"  # it has not reported
+    report(d1, token_ms=20)
+    assert choose(fleet)[1] == "d0"
+    d0.answers += 11  # of 1 ms each
+    assert choose(fleet)[1] == "d1"
+
+
+def test_a_slower_worker_gets_less():
+    fleet = make_fleet("least_load", workers=2)
+    fast, slow = fleet.instances
+    report(fast, token_ms=10, stream_ms=0)
+    report(slow, token_ms=30, stream_ms=0)
+    facts = facts_of("x" * 400)
+    places = []
+    for _ in range(12):
+        target = fleet.pick(facts)
+        Answering(target).__enter__()
+        places.append(target)
+    assert places.count(fast) == 9
+
+
+SESSIONS = [f"conversation {number}" for number in range(400)]
+
+
+def test_a_session_stays_and_sessions_are_spread():
+    fleet = make_fleet("session", workers=4, pairs=4)
+    for instance in fleet.instances:
+        instance.prompt_tokens = 0 if instance.host[0] == "w" else 1
+    places = {key: choose(fleet, facts_of(prompt_cache_key=key)) for key in SESSIONS}
+    assert all(choose(fleet, facts_of("other", prompt_cache_key=key)) == places[key] for key in SESSIONS)
+    counts = Counter(places.values())
+    assert len(counts) == 4
+    assert 70 <= min(counts.values()) <= max(counts.values()) <= 130
+    pairs = make_fleet("session", pairs=4)
+    assert len({choose(pairs, facts_of(prompt_cache_key=key)) for key in SESSIONS}) == 16
+
+
+def test_an_instance_that_goes_moves_only_its_own_sessions():
+    fleet = make_fleet("session", workers=4)
+    before = {key: choose(fleet, facts_of(user=key)) for key in SESSIONS}
+    fleet.set_state(fleet.instances[1], HealthState.UNHEALTHY, "gone")
+    after = {key: choose(fleet, facts_of(user=key)) for key in SESSIONS}
+    moved = {key for key in SESSIONS if before[key] != after[key]}
+    assert moved == {key for key in SESSIONS if before[key] == ("w1",)}
+    assert {after[key] for key in moved} == {("w0",), ("w2",), ("w3",)}
+
+
+TWO_ROUTERS = """
+from pdserve.router.facts import Facts
+from pdserve.router.instance import Instance, Role
+from pdserve.router.policies.options import PolicyOptions
+from pdserve.router.policies.registry import make_policy
+from pdserve.router.request_body import RequestBody
+from pdserve.router.targets import Offer
+
+policy = make_policy(PolicyOptions(policy="session"))
+workers = [Instance(f"http://w{i}", Role.UNIFIED) for i in range(5)]
+for key in range(100):
+    body = RequestBody.parse(b'{"text": "x", "user": "%d"}' % key)
+    print(policy.choose(Offer(workers=workers), Facts(body)).url)
+"""
+
+
+def test_two_routers_agree_about_sessions():
+    answers = {
+        subprocess.run(
+            python_command("-c", TWO_ROUTERS), env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(answers) == 1
+    assert len(set(answers.pop().split())) == 5
+
+
+def test_a_session_leaves_an_instance_with_too_many_requests():
+    fleet = make_fleet("session", workers=3, balance_abs_threshold=4, balance_rel_threshold=2.0)
+    facts = facts_of(prompt_cache_key="a")
+    home = fleet.pick(facts)
+    idlest = next(i for i in fleet.instances if i is not home)
+    for instance in fleet.instances:
+        instance.answers = 10
+    idlest.answers = 5
+    assert fleet.pick(facts) is home  # 5 more, but only twice as many
+    home.answers = 11
+    assert fleet.pick(facts) is idlest
+    home.answers, idlest.answers = 9, 5
+    assert fleet.pick(facts) is home
+    home.answers, home.handed_over, idlest.answers = 5, 6, 4
+    assert fleet.pick(facts) is idlest
+
+
+def test_requests_without_a_session_go_to_the_least_load():
+    fleet = make_fleet("session", workers=3)
+    fleet.instances[0].answers = fleet.instances[2].answers = 1
+    assert {choose(fleet, facts_of(user=None)) for _ in range(5)} == {("w1",)}
+
+
+def test_a_longer_prompt_follows_its_prefix():
+    fleet = make_fleet("cache_aware", workers=4)
+    places = {number: choose(fleet, facts_of(text_of(number))) for number in range(40)}
+    assert len(set(places.values())) == 4
+    for number in range(40):
+        assert choose(fleet, facts_of(text_of(number) + text_of(100 + number))) == places[number]
+    # The longest prefix decides.
+    other = facts_of(text_of(1) + text_of(200))
+    target = next(i for i in fleet.instances if (i.host,) != places[1])
+    fleet.policy.sent(target, other)
+    assert choose(fleet, facts_of(text_of(1) + text_of(200) + text_of(201))) == (target.host,)
+    assert choose(fleet, facts_of(text_of(1) + text_of(202))) in (places[1], (target.host,))
+
+
+def test_both_legs_follow_the_prefix():
+    fleet = make_fleet("cache_aware", pairs=4)
+    p, d = fleet.instances[:4], fleet.instances[4:]
+    fleet.policy.sent(Pair(p[2], d[3]), facts_of(text_of(1)))
+    assert {choose(fleet, facts_of(text_of(1) + str(i))) for i in range(5)} == {("p2", "d3")}
+
+
+def test_of_several_instances_with_the_prefix_the_least_loaded_is_chosen():
+    fleet = make_fleet("cache_aware", workers=4)
+    for instance in fleet.instances[1:]:
+        fleet.policy.sent(instance, facts_of(text_of(1)))
+    fleet.instances[1].answers = fleet.instances[3].answers = 1
+    assert {choose(fleet, facts_of(text_of(1))) for _ in range(5)} == {("w2",)}
+
+
+@pytest.mark.parametrize(("share", "follows"), [(0.31, True), (0.29, False)])
+def test_a_prefix_that_is_too_short_is_not_followed(share, follows):
+    fleet = make_fleet("cache_aware", workers=2, cache_threshold=0.3)
+    w0, w1 = fleet.instances
+    fleet.policy.sent(w1, facts_of(text_of(1, 51200)[: int(51200 * share)]))
+    w1.answers = 1
+    assert fleet.pick(facts_of(text_of(1, 51200))) is (w1 if follows else w0)
+
+
+def test_an_instance_with_too_many_requests_is_not_followed():
+    fleet = make_fleet("cache_aware", pairs=2, balance_abs_threshold=4, balance_rel_threshold=2.0)
+    p0, p1, d0, d1 = fleet.instances
+    facts = facts_of(text_of(1))
+    fleet.policy.sent(Pair(p0, d0), facts)
+    d0.answers, d1.answers = 4, 0
+    assert fleet.pick(facts).decode is d0
+    d0.answers = 5
+    assert fleet.pick(facts).decode is d1
+    d0.answers, d1.answers = 10, 5
+    assert fleet.pick(facts).decode is d0
+    p0.prompt_tokens, p0.handed_over = 1, 4
+    assert fleet.pick(facts).prefill is p0
+    p0.handed_over = 5
+    assert fleet.pick(facts).prefill is p1
+
+
+def test_a_prefix_is_not_worth_a_longer_wait():
+    fleet = make_fleet("cache_aware", workers=2)
+    w0, w1 = fleet.instances
+    facts = facts_of(text_of(1, 512 * 20))
+    assert len(facts.blocks) == 20
+    fleet.policy.sent(w0, facts)
+    w0.prompt_tokens = facts.prompt_tokens
+    assert fleet.pick(facts) is w0
+    w0.prompt_tokens += 1
+    assert fleet.pick(facts) is w1
+    w1.prompt_tokens = 1
+    assert fleet.pick(facts) is w0
+
+
+def test_an_instance_that_was_started_anew_has_no_prefixes():
+    fleet = make_fleet("cache_aware", workers=2)
+    w0, w1 = fleet.instances
+    w0.learn(HealthReport(epoch="a"))
+    fleet.set_state(w0, HealthState.HEALTHY, "test")
+    facts = facts_of(text_of(1))
+    fleet.policy.sent(w0, facts)
+    w0.answers = 1
+    fleet.report_failure(w0, "a failure")
+    fleet.set_state(w0, HealthState.HEALTHY, "test")
+    assert fleet.pick(facts) is w0
+    w0.learn(HealthReport(epoch="b"))
+    fleet.set_state(w0, HealthState.HEALTHY, "test")
+    assert fleet.pick(facts) is w1
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_nothing_is_kept_of_instances_that_are_gone(policy):
+    made = make_policy(PolicyOptions(policy=policy))
+    facts = facts_of(text_of(1), user="a")
+    kept, sizes = [], []
+    for number in range(300):
+        instance = Instance(f"http://w{number}", Role.UNIFIED)
+        made.joined(instance)
+        made.sent(made.choose(Offer(workers=[instance, instance]), facts), facts)
+        made.left(instance)
+        kept.append(weakref.ref(instance))
+        del instance
+        sizes.append(state_size(made))
+    gc.collect()
+    assert not [ref for ref in kept if ref() is not None]
+    assert sizes[50] == sizes[-1]
+
+
+def state_size(policy: Policy) -> int:
+    """Return the number of entries in all containers of a policy."""
+    parts = [part for value in vars(policy).values() for part in (value, *getattr(value, "__dict__", {}).values())]
+    return sum(len(part) for part in parts if hasattr(part, "__len__"))
