@@ -89,9 +89,7 @@ class Fleet:
         """
         return any(i.state is HealthState.UNKNOWN or i.asked_again for i in self.instances)
 
-    def pick(
-        self, facts: Facts, failed: Collection[Instance] = (), tried: Collection[Instance] = ()
-    ) -> Target | None:
+    def pick(self, facts: Facts, failed: Collection[Instance] = (), tried: Collection[Instance] = ()) -> Target | None:
         """Choose the pair or the single instance that serves a request; return None while none can.
 
         ``facts``: those of the request. ``failed`` are instances on which it has failed before. ``tried`` are instances
@@ -198,9 +196,7 @@ class Fleet:
         await self._changed.wait()
 
 
-def _preferred(
-    healthy: list[Instance], failed: Collection[Instance], tried: Collection[Instance]
-) -> list[Instance]:
+def _preferred(healthy: list[Instance], failed: Collection[Instance], tried: Collection[Instance]) -> list[Instance]:
     """Return the instances of a role that a request should be sent to; empty if it has failed on all in rotation.
 
     The arguments are those of ``Fleet.pick``.

@@ -74,7 +74,7 @@ def parse(body: bytes) -> RequestBody:
 
 
 def attempts(fleet: Fleet, bodies: list[bytes]) -> Callable[[bytes], None]:
-    """Return a function that chooses instances for a body and reports an attempt. Reading the body is not part of it."""
+    """Return a function that chooses instances for one of ``bodies`` and reports an attempt. They are read before."""
     parsed = {body: parse(body) for body in bodies}
 
     def attempt(body: bytes) -> None:

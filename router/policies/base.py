@@ -46,19 +46,19 @@ class Policy(ABC):
         prefill alone.
         """
 
-    def sent(self, target: Target, facts: Facts) -> None:
+    def sent(self, target: Target, facts: Facts) -> None:  # noqa: B027
         """Note that the request is sent to ``target``: directly after the choice, before the next one."""
 
-    def ended(self, target: Target, facts: Facts, ending: Ending) -> None:
+    def ended(self, target: Target, facts: Facts, ending: Ending) -> None:  # noqa: B027
         """Note the end of an attempt that ``sent`` began. It is called exactly once for each.
 
         If the request has moved, ``target`` is still the instances that it was sent to.
         """
 
-    def joined(self, instance: Instance) -> None:
+    def joined(self, instance: Instance) -> None:  # noqa: B027
         """Note that ``instance`` can be sent requests. Its caches may be empty."""
 
-    def left(self, instance: Instance) -> None:
+    def left(self, instance: Instance) -> None:  # noqa: B027
         """Note that ``instance`` is gone, or is about to be started anew. ``joined`` is called if it comes back.
 
         Attempts that were sent there may end later.

@@ -37,7 +37,7 @@ class PrefixTable:
         return len(self._holders)
 
     def match(self, blocks: Sequence[int], among: Container[int]) -> PrefixMatch:
-        """Return the longest prefix of ``blocks`` that instances in ``among`` computed. It does not change the table."""
+        """Return the longest prefix of ``blocks`` that instances in ``among`` computed. The table stays as it is."""
         get = self._holders.get
         for count in range(len(blocks), 0, -1):
             known = get(blocks[count - 1])
