@@ -35,7 +35,7 @@ class Policy(ABC):
     ``LegPolicy`` is for policies that choose each leg by itself.
     """
 
-    def __init__(self, options: PolicyOptions) -> None:
+    def __init__(self, options: PolicyOptions) -> None:  # noqa: B027
         """Make the policy of a router with these ``options``."""
 
     @abstractmethod
