@@ -27,8 +27,8 @@ class Ending(Enum):
 class Policy(ABC):
     """Chooser of both legs of requests. A router has one object of it, and uses it on its event loop alone.
 
-    Calls must be short, and never wait. ``Facts`` tell about the request, and ``Instance`` about what instances do:
-    ``answers``, ``prompt_tokens`` and ``running`` count what this router sent, and ``report`` is their own word. A
+    Calls must be short, and never wait. ``Facts`` describe the request. The counts of an ``Instance`` (``answers``,
+    ``prompt_tokens``, ``running``) are of what this router sent. Its ``report`` is what the instance says itself. A
     policy may keep state, which is lost when the router ends. It keeps no ``Instance`` after ``left``, and its memory
     has a limit.
 

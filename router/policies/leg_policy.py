@@ -15,8 +15,8 @@ from .base import Policy
 class LegPolicy(Policy):
     """Policy that chooses one instance of each role.
 
-    Of the pair and the worker, the one with less queued serves the request. A pair whose decode has too much to do
-    leaves the request to its prefill.
+    Of the pair and the worker, the one with less queued serves the request. If the decode has too much to do, the
+    prefill serves it alone.
     """
 
     def choose(self, offer: Offer, facts: Facts) -> Target:

@@ -20,7 +20,7 @@ class SessionPolicy(LeastLoadPolicy):
 
     It is rendezvous hashing: each instance has a score for each key, and the highest one wins. So several routers with
     the same URLs agree without a word, and an instance that comes or goes moves only its own sessions. Requests
-    without a key go to the instance with the least load, and so do those whose instance exceeds the balance limits.
+    without a key go to the instance with the least load. All do if the chosen instance exceeds the balance limits.
     """
 
     def __init__(self, options: PolicyOptions) -> None:
