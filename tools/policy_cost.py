@@ -47,9 +47,9 @@ def make_bodies(size: int) -> list[bytes]:
 
 def make_fleet(policy: str, count: int, *, pairs: bool) -> Fleet:
     """Return a fleet of ``count`` healthy instances: workers, or as many prefills as decodes."""
-    roles = ("prefill", "decode") if pairs else ("worker",)
-    urls = {role: [f"http://{role}{i}" for i in range(count // len(roles))] for role in roles}
-    fleet = Fleet(RouterOptions(policy=policy, **urls))
+    counts = (count // 2, count // 2, 0) if pairs else (0, 0, count)
+    prefill, decode, worker = ([f"http://{kind}{i}" for i in range(n)] for kind, n in zip("pdw", counts, strict=True))
+    fleet = Fleet(RouterOptions(policy=policy, prefill=prefill, decode=decode, worker=worker))
     for number, instance in enumerate(fleet.instances):
         fleet.set_state(instance, HealthState.HEALTHY, "of the measurement")
         instance.answers = number % 3
