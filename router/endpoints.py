@@ -20,13 +20,15 @@ from ..runtime.web.json_response import json_response
 from ..runtime.web.keys import Caller
 from .client_answer import ClientAnswer, ReadyAnswer
 from .client_bodies import ClientBodies
-from .dispatcher import Dispatcher, RoutedRequest, drop
+from .dispatcher import Dispatcher
 from .errors import SUCCESS, InstanceSilentError, NoInstanceError, RouterError
 from .facts import Facts
 from .fleet import Fleet
 from .headers import Headers, passed_back, passed_on, without_type
 from .instance import HealthState, Instance, Role
 from .options import RouterOptions
+from .routed_request import RoutedRequest
+from .tasks import drop
 
 QUESTION_TIMEOUT = 7.5
 """Seconds that an instance may take to answer most questions. An instance itself gives up after 5 s with a reason."""

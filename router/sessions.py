@@ -17,11 +17,11 @@ from ..runtime.web.access_log import CLIENT_GONE
 from ..runtime.web.json_response import json_response
 from ..runtime.web.keys import Caller
 from .client_bodies import ClientBodies
-from .dispatcher import drop
 from .endpoints import ControlAnswer, ControlEndpoints, answer_of, until_disconnect
 from .errors import BadRequestError, InstanceSilentError, NoInstanceError
 from .fleet import Fleet
 from .instance import Instance, Role
+from .tasks import drop
 
 SESSION_SECONDS = 600.0
 """Seconds that an instance may take to compute a prompt or the rest of an answer."""

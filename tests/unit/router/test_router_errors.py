@@ -9,7 +9,7 @@ import pytest
 from support.router_rig import EVENT, generate, scenario
 
 from pdserve.messages.error_codes import OVERLOADED
-from pdserve.router.dispatcher import raise_first_error
+from pdserve.router.answer_relay import raise_first_error
 from pdserve.router.endpoints import ControlEndpoints
 from pdserve.router.errors import InstanceAnsweredError
 from pdserve.router.instance import Instance, Role

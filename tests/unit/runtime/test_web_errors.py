@@ -13,8 +13,9 @@ from support.router_rig import Rig, generate, scenario
 
 from pdserve.messages.outputs import ReqError
 from pdserve.router.client_answer import ClientAnswer
-from pdserve.router.dispatcher import Dispatcher, RoutedRequest
+from pdserve.router.dispatcher import Dispatcher
 from pdserve.router.request_body import RequestBody
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.runtime.web.errors import without_frames
 from pdserve.server.http.engine.submission import Submission
 from pdserve.server.http.generation import engine_response

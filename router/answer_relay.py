@@ -1,0 +1,169 @@
+"""Passes the answers of instances on to clients.
+
+An instance may hand a request on to another one in the middle of its answer. Then the rest comes from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+from ..messages.error_codes import INSTANCE_FAILED
+from ..runtime.web.client.client import Body, HttpClient
+from ..runtime.web.errors import error_status
+from ..runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET, Ticket, read_ticket
+from ..runtime.web.sse import StreamFormat
+from .client_answer import ClientAnswer
+from .errors import InstanceAnsweredError, InstanceCrashedError, MovedAwayError, RouterError, error_of, parse_error
+from .fleet import Fleet
+from .headers import CONTENT_TYPE, Headers, passed_back
+from .instance import Instance
+from .leg import Leg, LegLimits
+from .quarantine import Quarantine, digest_of
+from .routed_request import RoutedRequest
+from .work import Answering
+
+logger = logging.getLogger(__name__)
+
+FAILED_CODE = f'"code":"{INSTANCE_FAILED}"'.encode()
+"""Part of an error event after an instance died in the middle of its answer."""
+TICKET_REFUSED = (400, 401, 403, 404, 429)
+"""Statuses below 500 with which an instance refuses to go on with an answer. Others are the request's own errors."""
+UNTYPED = (CONTENT_TYPE, b"application/octet-stream")
+UNCACHED = (b"cache-control", b"no-cache")
+CAN_FOLLOW = (FOLLOW, b"1")
+
+
+class AnswerRelay:
+    """Sender of requests to single instances, and of their answers to the clients."""
+
+    def __init__(self, fleet: Fleet, client: HttpClient, limits: LegLimits, quarantine: Quarantine) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._limits = limits
+        self._quarantine = quarantine
+
+    @contextlib.asynccontextmanager
+    async def leg(self, instance: Instance, request: RoutedRequest) -> AsyncIterator[Leg]:
+        """Open a leg: one exchange of ``request`` with ``instance``, which is closed when the block ends.
+
+        If the instance dies meanwhile, the request is recorded as a suspected cause.
+        """
+        begun_at = time.monotonic()
+        try:
+            async with Leg(self._client, self._fleet, instance, self._limits, request.stream_format) as leg:
+                yield leg
+        except InstanceCrashedError:
+            self._quarantine.record(await digest_of(request.body.raw), instance.url, begun_at)
+            raise
+
+    async def pass_on(
+        self,
+        answering: Answering,
+        request: RoutedRequest,
+        body: Body,
+        answer: ClientAnswer,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Send ``body`` to the instance that decodes, and pass its answer on to the client. Raises ``RouterError``.
+
+        ``begun`` is called when the answer begins. If the instance hands the request on in the middle of it, the rest
+        comes from the instance that it names.
+        """
+        headers = [*request.headers, CAN_FOLLOW]
+        ticket = await self._read_leg(answering.instance, request, headers, body, answer, begun)
+        while ticket is not None:
+            follower = self._fleet.named(ticket.epoch, ticket.url)
+            if follower is None:
+                raise MovedAwayError(
+                    f"{answering.instance} handed the request on to {ticket.url}, which this router does not know"
+                )
+            logger.debug("goes on at %s", follower)
+            answering.move(follower)
+            ticketed = [*headers, (TICKET, ticket.dump())]
+            try:
+                ticket = await self._read_leg(follower, request, ticketed, request.body.raw, answer, begun)
+            except InstanceAnsweredError as e:
+                if e.status < 500 and e.status not in TICKET_REFUSED:
+                    e.blames_no_instance = True  # the request's own error, as at any instance
+                    raise
+                raise MovedAwayError(f"{follower}, which was to go on with the request, refused: {e.message}") from e
+            except RouterError as e:
+                e.blames_no_instance = True  # health checks find the instance that is at fault
+                raise
+
+    async def _read_leg(
+        self,
+        instance: Instance,
+        request: RoutedRequest,
+        headers: Headers,
+        body: Body,
+        answer: ClientAnswer,
+        begun: Callable[[], None],
+    ) -> Ticket | None:
+        """Pass an instance's answer on to the client.
+
+        Return None at its end, or the ``Ticket`` with which the rest is to be fetched from another instance. ``begun``
+        is called before the first part is sent. Raises ``RouterError``.
+        """
+        begun_at, framing = time.monotonic(), request.stream_format
+        async with self.leg(instance, request) as leg:
+            head = await leg.open(request.path, body, headers, streams=request.body.stream)
+            content_type = head.header(CONTENT_TYPE)
+            if content_type == MOVED_TYPE:
+                return ticket_in(await leg.read_all(), instance)
+            back = [*([] if content_type else [UNTYPED]), *passed_back(head.headers)]
+            if content_type is None or not content_type.lower().startswith(framing.media_type):
+                begun()
+                await answer.whole(head.status, back, await leg.read_all())
+                return None
+            if head.header(b"cache-control") is None:
+                back.append(UNCACHED)
+            ticket: Ticket | None = None
+            while events := await leg.next_events():
+                events, last = framing.split_moved(events)
+                if last is not None:
+                    ticket = ticket_in(last, instance)
+                    if not events:
+                        return ticket
+                if not answer.started:
+                    if framing.is_keep_alive(events):
+                        await answer.keep_alive(head.status, back, events)
+                        continue
+                    raise_first_error(events, instance, framing)
+                    begun()
+                    await answer.start(head.status, back)
+                if framing.has_error(events):
+                    answer.sent_error = True
+                    if FAILED_CODE in events:
+                        self._quarantine.record(await digest_of(request.body.raw), instance.url, begun_at)
+                if events:
+                    await answer.write(events)
+            if ticket is not None:
+                return ticket
+            if not answer.started:
+                await answer.start(head.status, back)
+            await answer.finish()
+            return None
+
+
+def ticket_in(text: bytes, instance: Instance) -> Ticket:
+    """Parse the ticket by which ``instance`` hands a request on to another one.
+
+    Raises ``MovedAwayError`` if invalid.
+    """
+    try:
+        return read_ticket(text)
+    except ValueError as e:
+        raise MovedAwayError(f"{instance} handed the request on, but does not say to whom: {e}") from None
+
+
+def raise_first_error(events: bytes, instance: Instance, stream_format: StreamFormat) -> None:
+    """Raise ``RouterError`` if an answer's first event is an error. Keep-alives may precede it in the same read.
+
+    The client has been sent nothing yet, so the error can still become a status, or lead to a retry.
+    """
+    if (first := stream_format.first_error(events)) is not None:
+        raise error_of(error_status(parse_error(first) or {}), first, str(instance), ())
