@@ -26,7 +26,7 @@ from ..messages.metrics import Histogram
 from .facts import Facts
 from .instance import HealthState, Instance, Role
 from .options import RouterOptions, check_url, parse_prefill
-from .policies.registry import make_policy
+from .policies.factory import make_policy
 from .request_body import RequestBody
 from .targets import Offer, Target
 

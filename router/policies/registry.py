@@ -6,12 +6,7 @@ lists the choices of ``--policy``. The class is imported only when its policy is
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from .base import Policy
-    from .options import PolicyOptions
 
 POLICIES = {
     "random": "at_random.RandomPolicy",
@@ -28,13 +23,3 @@ if TYPE_CHECKING:
 else:
     RoutingPolicyName = Literal[tuple(POLICIES)]
 """A name in ``POLICIES``. The command line shows and checks these choices; a type checker can't read them."""
-
-
-def make_policy(options: PolicyOptions) -> Policy:
-    """Import the class that ``POLICIES`` has for ``options.policy``, and return a new object of it.
-
-    Raises ``KeyError`` for an unknown name.
-    """
-    module, cls = POLICIES[options.policy].split(".")
-    policy: type[Policy] = getattr(import_module(f".{module}", __package__), cls)
-    return policy(options)

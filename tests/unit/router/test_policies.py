@@ -17,8 +17,9 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.instance import HealthReport, HealthState, Instance, ReportedPace, Role
 from pdserve.router.options import RouterOptions
 from pdserve.router.policies.base import Policy
+from pdserve.router.policies.factory import make_policy
 from pdserve.router.policies.options import PolicyOptions
-from pdserve.router.policies.registry import POLICIES, make_policy
+from pdserve.router.policies.registry import POLICIES
 from pdserve.router.request_body import RequestBody
 from pdserve.router.targets import Offer, Pair
 from pdserve.router.work import Answering, Computing
@@ -179,7 +180,7 @@ TWO_ROUTERS = """
 from pdserve.router.facts import Facts
 from pdserve.router.instance import Instance, Role
 from pdserve.router.policies.options import PolicyOptions
-from pdserve.router.policies.registry import make_policy
+from pdserve.router.policies.factory import make_policy
 from pdserve.router.request_body import RequestBody
 from pdserve.router.targets import Offer
 
