@@ -137,7 +137,7 @@ class Fleet:
         if state is HealthState.UNHEALTHY and instance.state is not HealthState.UNHEALTHY:
             self._ask_others(instance)
         if state is HealthState.HEALTHY and instance.state is HealthState.UNHEALTHY:
-            instance.breaker.forget()
+            instance.forget_failures()
         instance.state = state
         instance.reason = reason
         self._update_policy(instance)

@@ -18,6 +18,7 @@ from ..messages.control import Identity, Pace
 from ..runtime.disaggregation_options import DEFAULT_BOOTSTRAP_PORT
 from ..runtime.web.ports import is_loopback
 from .circuit_breaker import CircuitBreaker
+from .recent_failures import RecentFailures
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,8 @@ class Instance:
     asked_again: bool = False
     """Whether its role is uncertain until its next answer, because another instance has left."""
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    recent_failures: RecentFailures = field(default_factory=RecentFailures)
+    """Requests that it lately refused for load (429), or failed."""
     named: Role = field(init=False)
     """Role given by the options."""
     _answers_at_report: int = 0
@@ -184,6 +187,11 @@ class Instance:
     def _since(self, pace: Pace, reported_ms: float) -> float:
         return max(0.0, reported_ms + pace.stream_ms * (self.answers - self._answers_at_report))
 
+    def forget_failures(self) -> None:
+        """Close the circuit breaker and forget all failures, because the instance has come back."""
+        self.breaker.forget()
+        self.recent_failures.forget()
+
     def has_room_of(self, other: Instance) -> bool:
         """Return whether requests may become as long here as at ``other``, in tokens; False if either limit is unknown.
 
@@ -212,7 +220,7 @@ class Instance:
         """
         if report.epoch and self.report.epoch and report.epoch != self.report.epoch:
             logger.info("%s has been started anew", self)
-            self.breaker.forget()
+            self.forget_failures()
         is_changed = report.bootstrap_port != self.report.bootstrap_port
         if is_changed and self.bootstrap_port and report.bootstrap_port not in (None, self.bootstrap_port):
             logger.warning(

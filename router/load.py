@@ -17,6 +17,15 @@ MORE_STREAMS = 4
 ANSWER_TOKENS = 256
 """Prompt tokens that take about as long as the rest of a running answer, among the work of one instance."""
 
+ANSWER_SHARE = 0.02
+"""Least share of a decode's reported time per token that each further answer adds to its cost.
+
+An instance may report that further answers cost nothing. Without this share, all requests would go to the decode that
+reported the lowest time last.
+"""
+FAILURE_ANSWERS = 2.0
+"""Running answers that a recent failure counts as."""
+
 Cost = Callable[[Instance], float]
 
 
@@ -57,25 +66,34 @@ def cost_for(role: Role, candidates: Sequence[Instance], prompt_tokens: int) -> 
 
     ``role``: the part of the request that they would serve. ``prompt_tokens``: the length of its prompt.
 
-    - A decode costs the time per token that it reports, corrected for requests sent since.
+    - A decode costs the time per token that it reports, corrected for requests sent since, and a share of it for each
+      answer.
     - A prefill or worker costs its ``work``, weighted by the time per token that it reports.
 
-    Reports are used only if all candidates have one.
+    Reports are used only if all candidates have one. A recent failure counts as ``FAILURE_ANSWERS`` requests like this
+    one.
     """
     is_reported = all(instance.report.pace is not None for instance in candidates)
     if role is Role.DECODE:
         return _token_ms if is_reported else _answers
+    size = prompt_tokens + ANSWER_TOKENS
     if not is_reported:
-        return work
-    return lambda instance: (prompt_tokens + ANSWER_TOKENS + work(instance)) * (instance.decode_ms or 0.0)
+        return lambda instance: work(instance) + size * _failed_answers(instance)
+    return lambda instance: (work(instance) + size * (1.0 + _failed_answers(instance))) * (instance.decode_ms or 0.0)
 
 
 def _token_ms(instance: Instance) -> float:
-    return instance.token_ms or 0.0
+    pace, failed = instance.report.pace, _failed_answers(instance)
+    failed_ms = failed * pace.stream_ms if pace is not None else 0.0
+    return ((instance.token_ms or 0.0) + failed_ms) * (1.0 + ANSWER_SHARE * (instance.answers + failed))
 
 
 def _answers(instance: Instance) -> float:
-    return instance.answers
+    return instance.answers + _failed_answers(instance)
+
+
+def _failed_answers(instance: Instance) -> float:
+    return FAILURE_ANSWERS * instance.recent_failures.count
 
 
 def work(instance: Instance) -> int:

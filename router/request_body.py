@@ -35,7 +35,7 @@ STEP = 4 << 20
 """Bytes that are searched at a time."""
 UTF8_STEP = 1 << 20
 """Bytes that are decoded at a time."""
-ABSENT, NULL, TRUE = msgspec.Raw(b""), msgspec.Raw(b"null"), msgspec.Raw(b"true")
+ABSENT, NULL, EMPTY_TEXT, TRUE = msgspec.Raw(b""), msgspec.Raw(b"null"), msgspec.Raw(b'""'), msgspec.Raw(b"true")
 EMPTY = re.compile(rb"\s*\{\s*\}\s*")
 LIST = re.compile(rb"\[\s*([^\s\]])")
 """Beginning of a list that is not empty."""
@@ -192,8 +192,8 @@ def _decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
 
 
 def _start_of(value: msgspec.Raw) -> bytes:
-    """Return the first ``MAX_KEY_BYTES`` of a field's JSON; none if it is missing or null."""
-    return b"" if value == NULL else bytes(memoryview(value)[:MAX_KEY_BYTES])
+    """Return the first ``MAX_KEY_BYTES`` of a field's JSON; none if it is missing, null or an empty string."""
+    return b"" if value in (NULL, EMPTY_TEXT) else bytes(memoryview(value)[:MAX_KEY_BYTES])
 
 
 def _check_utf8(raw: bytes) -> None:

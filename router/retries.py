@@ -53,13 +53,17 @@ def blamed(error: RouterError, target: Target) -> set[Instance]:
 
 
 def charge(error: RouterError, at_fault: Iterable[Instance], begun_at: float) -> None:
-    """Count a failed attempt, sent at ``begun_at``, in the circuit breakers of the instances ``at_fault``.
+    """Count a failed attempt, sent at ``begun_at``, against the instances ``at_fault``.
 
-    If the instance sent ``Retry-After``, its breaker opens for that time. Errors of the client, load (429), and
-    failures that health checks see as well do not count.
+    If the instance sent ``Retry-After``, its circuit breaker opens for that time. Otherwise its breaker counts the
+    failure. Load (429) does not count there. But both failures and load count in ``recent_failures``, which is load for
+    some time. Errors of the client, and failures that health checks see as well, count nowhere.
     """
+    is_failure = error.status >= 500 and not error.shows_health
     for instance in at_fault:
+        if is_failure or error.is_load:
+            instance.recent_failures.add()
         if error.retry_after is not None:
             instance.breaker.ask(error.retry_after)
-        elif error.status >= 500 and not error.shows_health and not error.is_load:
+        elif is_failure and not error.is_load:
             instance.breaker.failed(begun_at)

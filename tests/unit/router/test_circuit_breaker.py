@@ -7,7 +7,10 @@ from support.router_rig import generate, scenario
 
 from pdserve.router.circuit_breaker import FAILURES, LONGEST, CircuitBreaker
 from pdserve.router.errors import InstanceAnsweredError, InstanceGoneError, InstanceSilentError, retry_after
-from pdserve.router.instance import Instance, Role
+from pdserve.router.fleet import Fleet
+from pdserve.router.instance import HealthReport, HealthState, Instance, Role
+from pdserve.router.options import RouterOptions
+from pdserve.router.recent_failures import HALF_LIFE, RecentFailures
 from pdserve.router.retries import blamed, charge
 from pdserve.router.targets import Pair
 
@@ -135,6 +138,66 @@ def test_what_counts_against_an_instance():
     assert instance.breaker.seconds_left == 3.0
 
 
+def test_load_and_failures_count_as_load_for_some_time():
+    instance = Instance("http://w", Role.UNIFIED)
+
+    def counted(error):
+        instance.forget_failures()
+        charge(error, [instance], time.monotonic())
+        return instance.recent_failures.count > 0.5
+
+    assert counted(InstanceAnsweredError(429, FULL, "", AFTER_3))
+    assert counted(InstanceAnsweredError(503, OVERLOADED, "", AFTER_3))
+    assert counted(InstanceAnsweredError(500, FULL, "", ()))
+    assert not counted(InstanceGoneError("gone"))  # its health checks see that too
+    for status in (400, 401, 404, 413):
+        assert not counted(InstanceAnsweredError(status, FULL, "", ()))
+
+
+def test_recent_failures_fade():
+    clock = Clock()
+    failures = RecentFailures(clock)
+    assert failures.count == 0
+    failures.add()
+    assert failures.count == 1
+    clock.now += HALF_LIFE
+    assert failures.count == pytest.approx(0.5)
+    failures.add()
+    assert failures.count == pytest.approx(1.5)
+    clock.now += 4 * HALF_LIFE
+    assert failures.count == pytest.approx(1.5 / 16)
+    clock.now += HALF_LIFE
+    assert failures.count == 0
+    failures.add()
+    failures.forget()
+    assert failures.count == 0
+
+
+def test_an_instance_that_was_away_or_started_anew_has_no_failures():
+    fleet = Fleet(RouterOptions(worker=["http://w"]))
+    [instance] = fleet.instances
+    for state, is_kept in ((HealthState.UNKNOWN, True), (HealthState.UNHEALTHY, False)):
+        fleet.set_state(instance, state, "test")
+        instance.recent_failures.add()
+        fleet.set_state(instance, HealthState.HEALTHY, "test")
+        assert (instance.recent_failures.count > 0) is is_kept
+    instance.learn(HealthReport(epoch="a"))
+    instance.recent_failures.add()
+    instance.learn(HealthReport(epoch="b"))
+    assert instance.recent_failures.count == 0
+
+
+@scenario()
+async def test_a_full_instance_gets_less_while_others_are_idle(rig):
+    full, free = await rig.instance("full"), await rig.instance()
+    client = await rig.route(worker=[full, free])
+    for _ in range(6):
+        assert (await generate(client)).status_code == 200
+    assert (len(full.requests), len(free.requests)) == (1, 6)
+    states = (await client.get("/server_info")).json()["instances"]
+    assert [state["resting_seconds"] for state in states] == [0, 0]
+
+
 def test_only_a_503_about_the_instance_itself_asks_for_time():
     assert InstanceAnsweredError(503, FULL, "", AFTER_3).retry_after == 3.0
     assert InstanceAnsweredError(429, FULL, "", AFTER_3).retry_after is None
@@ -143,7 +206,7 @@ def test_only_a_503_about_the_instance_itself_asks_for_time():
     assert InstanceAnsweredError(502, FULL, "", AFTER_3).retry_after is None
 
 
-@scenario()
+@scenario(policy="round_robin")
 async def test_a_full_instance_stays_in_rotation_and_its_requests_are_served_elsewhere(rig):
     full, free = await rig.instance("full"), await rig.instance()
     client = await rig.route(worker=[full, free])
@@ -166,7 +229,7 @@ async def test_an_instance_that_asked_to_be_left_alone_is_left_alone(rig):
     assert [state["resting_seconds"] > 0 for state in states] == [True, False]
 
 
-@scenario()
+@scenario(policy="round_robin")
 async def test_one_clients_429s_take_no_instance_out_of_rotation(rig):
     four = [await rig.instance() for _ in range(4)]
     client = await rig.route(worker=four)
@@ -192,7 +255,7 @@ async def test_a_batch_that_is_too_large_is_tried_once(rig):
     assert sum(len(instance.requests) for instance in four) == 1
 
 
-@scenario()
+@scenario(policy="round_robin")
 async def test_at_most_half_of_a_role_is_out_of_rotation(rig):
     four = [await rig.instance("busy") for _ in range(4)]
     client = await rig.route(worker=four)
@@ -245,7 +308,7 @@ async def test_no_request_waits_for_longer_than_the_window(rig):
     assert (response.status_code, response.headers["retry-after"], len(w.requests)) == (503, "7", 1)
 
 
-@scenario(retries=0)
+@scenario(retries=0, policy="round_robin")
 async def test_one_that_fails_all_it_is_sent_comes_last_though_it_is_healthy(rig):
     bad, good = await rig.instance("crash_text"), await rig.instance()
     client = await rig.route(worker=[bad, good])

@@ -20,12 +20,20 @@ from pdserve.router.policies.base import Policy
 from pdserve.router.policies.factory import make_policy
 from pdserve.router.policies.options import PolicyOptions
 from pdserve.router.policies.registry import POLICIES
+from pdserve.router.recent_failures import RecentFailures
 from pdserve.router.request_body import RequestBody
 from pdserve.router.targets import Offer, Pair
 from pdserve.router.work import Answering, Computing
 from pdserve.runtime.python import python_command
 
 EMPTY = RequestBody.parse(b"{}")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
 
 
 def make_fleet(policy: str, workers: int = 0, pairs: int = 0, **options: float) -> Fleet:
@@ -150,6 +158,65 @@ def test_a_slower_worker_gets_less():
     assert places.count(fast) == 9
 
 
+@pytest.mark.parametrize("pairs", [0, 2])
+@pytest.mark.parametrize("reports", [False, True])
+def test_an_instance_that_refused_or_failed_gets_less_but_some(pairs, reports):
+    fleet = make_fleet("least_load", workers=0 if pairs else 2, pairs=pairs)
+    if reports:
+        for instance in fleet.instances:
+            report(instance, token_ms=10)
+    bad = fleet.instances[2 if pairs else 0]  # the first decode, or the first worker
+    clock = Clock()
+    bad.recent_failures = RecentFailures(clock)
+    bad.recent_failures.add()
+    facts = facts_of()
+    places = []
+    for _ in range(12):
+        target = fleet.pick(facts)
+        place = target.decode if isinstance(target, Pair) else target
+        Answering(place).__enter__()
+        places.append(place)
+    assert places[:2] == [places[0]] * 2
+    assert bad not in places[:2]
+    assert places.count(bad) >= 3
+    clock.now += 60
+    bad.answers = places[0].answers - 1
+    assert bad in (fleet.pick(facts) if pairs else [fleet.pick(facts)])
+
+
+def test_an_instance_that_refuses_all_requests_attracts_few():
+    fleet = make_fleet("least_load", workers=4)
+    clock, bad = Clock(), fleet.instances[0]
+    bad.recent_failures = RecentFailures(clock)
+    for instance in fleet.instances[1:]:
+        instance.answers = 20
+    refused = 0
+    for _ in range(100):  # in 10 s
+        clock.now += 0.1
+        if fleet.pick(Facts(EMPTY)) is bad:
+            refused += 1
+            bad.recent_failures.add()
+    assert 5 < refused < 30
+
+
+@pytest.mark.parametrize("policy", ["power_of_two", "least_load"])
+def test_a_prefill_that_refused_gets_less(policy):
+    fleet = make_fleet(policy, pairs=2)
+    fleet.instances[0].recent_failures.add()
+    assert {choose(fleet)[0] for _ in range(20)} == {"p1"}
+
+
+def test_a_decode_that_reports_that_answers_cost_nothing_does_not_get_all():
+    fleet = make_fleet("least_load", pairs=2)
+    d0, d1 = fleet.instances[2:]
+    report(d0, token_ms=10, stream_ms=0)
+    report(d1, token_ms=11, stream_ms=0)
+    for _ in range(40):
+        Answering(fleet.pick(Facts(EMPTY)).decode).__enter__()
+    assert 20 < d0.answers < 26
+    assert d1.answers == 40 - d0.answers
+
+
 SESSIONS = [f"conversation {number}" for number in range(400)]
 
 
@@ -223,7 +290,8 @@ def test_a_session_leaves_an_instance_with_too_many_requests():
 def test_requests_without_a_session_go_to_the_least_load():
     fleet = make_fleet("session", workers=3)
     fleet.instances[0].answers = fleet.instances[2].answers = 1
-    assert {choose(fleet, facts_of(user=None)) for _ in range(5)} == {("w1",)}
+    for facts in (facts_of(user=None), facts_of(prompt_cache_key="", user="")):
+        assert {choose(fleet, facts) for _ in range(5)} == {("w1",)}
 
 
 def test_a_longer_prompt_follows_its_prefix():
