@@ -14,7 +14,7 @@ class PolicyOptions:
     """The choice of a routing policy, and the numbers that policies read."""
 
     policy: RoutingPolicyName = opt(
-        default="round_robin",
+        default="least_load",
         help="How the instances that serve a request are chosen among those that can. docs/disaggregation.md has more.",
     )
     cache_threshold: float = opt(

@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -28,11 +28,11 @@ TOKEN_BYTES = 4
 PROMPT_MS = 0.2
 """Milliseconds that an instance takes to compute one prompt token."""
 ANSWER_MS = 15.0
-"""Milliseconds from one token of an answer to the next."""
+"""Milliseconds from one token of an answer to the next, if there is no other answer."""
 STREAM_MS = 0.5
-"""Milliseconds that instances report as the additional time for each further answer."""
+"""Additional milliseconds for each answer that runs at the same time."""
 BUSY_FACTOR = 3.0
-"""Factor by which an instance that computes prompts reports a longer time per token."""
+"""Factor by which the time per token is longer while an instance computes prompts."""
 REPORT_SECONDS = 1.0
 
 
@@ -92,6 +92,19 @@ def conversations(seed: int, count: int, rate: float, turns: int = 6) -> list[Jo
     return sorted(jobs)
 
 
+def plain_load(seed: int, count: int, rate: float) -> list[Job]:
+    """Draw ``count`` requests of very unequal lengths, ``rate`` a second. No two have a prefix in common."""
+    drawn = random.Random(seed)
+    names = itertools.count(seed * 1_000_000)
+    jobs, at = [], 0.0
+    for _ in range(count):
+        at += drawn.expovariate(rate)
+        length = min(8000, int(drawn.lognormvariate(5.8, 1.2)) + 8)
+        messages = (Message(next(names), 100), Message(next(names), length))
+        jobs.append(Job(at, messages, min(1500, int(drawn.lognormvariate(4.5, 1.0)) + 5)))
+    return jobs
+
+
 class PrefixCache:
     """LRU cache of ``capacity`` tokens, by runs of messages."""
 
@@ -121,21 +134,48 @@ class Outcome(NamedTuple):
     """Time to the first token."""
     tokens: int
     cached: int
+    token_ms: float
+    """Mean time per token of the answer, in milliseconds."""
 
 
 @dataclass
 class SimServer:
-    """One instance: it computes prompts one after the other, and answers all at once."""
+    """One instance: it computes prompts one after the other, and answers all at once.
+
+    All answers advance by the same number of tokens, ``progress``. An answer ends when it reaches a certain progress.
+    """
 
     cache: PrefixCache
+    stream_ms: float
     waiting: deque[tuple[Job, Callable[[int], None]]] = field(default_factory=deque)
     is_busy: bool = False
+    answers: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    """Heap of running answers: the progress at which each ends, a number, and what to call then."""
+    progress: float = 0.0
+    advanced_at: float = 0.0
+    version: int = 0
+    """Number of changes of speed so far. An end that was foreseen before the last one is not valid."""
+
+    @property
+    def token_ms(self) -> float:
+        return self.decode_ms * (BUSY_FACTOR if self.is_busy else 1.0)
+
+    @property
+    def decode_ms(self) -> float:
+        return ANSWER_MS + self.stream_ms * len(self.answers)
+
+    def advance(self, now: float) -> None:
+        """Let the answers advance until ``now``. Their speed changes after it."""
+        self.progress += (now - self.advanced_at) * 1000 / self.token_ms
+        self.advanced_at = now
+        self.version += 1
 
 
 class RoutingSim:
     """A router in front of ``workers`` and ``pairs`` of instances, each with a cache of ``cache_tokens``.
 
-    ``reports``: let each instance report its pace once a second, as it was at that time.
+    ``reports``: let each instance report its pace once a second, as it was at that time. ``stream_ms``: additional time
+    per token for each answer that runs at the same time.
     """
 
     def __init__(
@@ -146,6 +186,7 @@ class RoutingSim:
         workers: int = 8,
         pairs: int = 0,
         reports: bool = False,
+        stream_ms: float = STREAM_MS,
         **options: float,
     ) -> None:
         urls = {"worker": [f"http://w{i}" for i in range(workers)]}
@@ -155,7 +196,7 @@ class RoutingSim:
         self.fleet = Fleet(RouterOptions(policy=policy, **urls, **options))
         for instance in self.fleet.instances:
             self.fleet.set_state(instance, HealthState.HEALTHY, "test")
-        self._servers = {instance: SimServer(PrefixCache(cache_tokens)) for instance in self.fleet.instances}
+        self._servers = {instance: SimServer(PrefixCache(cache_tokens), stream_ms) for instance in self.fleet.instances}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
         self.now = 0.0
@@ -181,9 +222,8 @@ class RoutingSim:
 
     def _report(self) -> None:
         for instance, server in self._servers.items():
-            decode_ms = ANSWER_MS + STREAM_MS * instance.answers
-            token_ms = decode_ms * (BUSY_FACTOR if server.is_busy else 1.0)
-            instance.learn(HealthReport(pace=ReportedPace(token_ms, decode_ms, STREAM_MS, 0.0, 1 << 20)))
+            pace = ReportedPace(server.token_ms, server.decode_ms, server.stream_ms, 0.0, 1 << 20)
+            instance.learn(HealthReport(pace=pace))
 
     def _arrive(self, job: Job) -> None:
         facts = job.facts()
@@ -197,10 +237,16 @@ class RoutingSim:
 
         def computed(cached: int) -> None:
             computing.done()
-            self.outcomes.append(Outcome(self.now - job.at, job.tokens, cached))
-            self._at(self.now + job.answer_tokens * ANSWER_MS / 1000, ended)
+            began = self.now
 
-        def ended() -> None:
+            def ended() -> None:
+                token_ms = (self.now - began) * 1000 / job.answer_tokens
+                self.outcomes.append(Outcome(began - job.at, job.tokens, cached, token_ms))
+                close()
+
+            self._answer(decode, job.answer_tokens, ended)
+
+        def close() -> None:
             answering.__exit__()
             attempt.__exit__(None, None, None)
 
@@ -213,14 +259,40 @@ class RoutingSim:
             return
         job, computed = server.waiting.popleft()
         cached = server.cache.use(job.messages)
-        server.is_busy = True
+        self._set_busy(server, busy=True)
 
         def done() -> None:
-            server.is_busy = False
+            self._set_busy(server, busy=False)
             computed(cached)
             self._next(instance)
 
         self._at(self.now + (job.tokens - cached) * PROMPT_MS / 1000, done)
+
+    def _set_busy(self, server: SimServer, *, busy: bool) -> None:
+        server.advance(self.now)
+        server.is_busy = busy
+        self._foresee(server)
+
+    def _answer(self, instance: Instance, tokens: int, ended: Callable[[], None]) -> None:
+        """Let ``instance`` answer with ``tokens`` tokens, and call ``ended`` then."""
+        server = self._servers[instance]
+        server.advance(self.now)
+        heapq.heappush(server.answers, (server.progress + tokens, next(self._number), ended))
+        self._foresee(server)
+
+    def _foresee(self, server: SimServer) -> None:
+        """Plan the end of the next answer of ``server``."""
+        if not server.answers:
+            return
+        version, left = server.version, max(0.0, server.answers[0][0] - server.progress)
+
+        def end() -> None:
+            if server.version == version:
+                server.advance(self.now)
+                heapq.heappop(server.answers)[2]()
+                self._foresee(server)
+
+        self._at(self.now + left * server.token_ms / 1000, end)
 
 
 def hit_rate(outcomes: list[Outcome]) -> float:
@@ -230,7 +302,12 @@ def hit_rate(outcomes: list[Outcome]) -> float:
 
 def percentile(outcomes: list[Outcome], share: float) -> float:
     """Return the time to first token, in seconds, that ``share`` of the requests stay within."""
-    times = sorted(one.seconds for one in outcomes)
+    return percentile_of([one.seconds for one in outcomes], share)
+
+
+def percentile_of(values: Iterable[float], share: float) -> float:
+    """Return the value that ``share`` of ``values`` stay within."""
+    times = sorted(values)
     return times[min(len(times) - 1, int(share * len(times)))]
 
 

@@ -1,11 +1,26 @@
-"""Policies compared on the same load in virtual time: shared prefixes, unequal prompts, caches that are too small."""
+"""Policies compared on the same loads in virtual time."""
 
 from __future__ import annotations
 
-import pytest
-from support.routing_sim import Job, Message, Outcome, RoutingSim, conversations, hit_rate, percentile, tokens_of
+from collections import Counter
+from statistics import fmean
 
+import pytest
+from support.routing_sim import (
+    Job,
+    Message,
+    Outcome,
+    RoutingSim,
+    conversations,
+    hit_rate,
+    percentile,
+    plain_load,
+    tokens_of,
+)
+
+from pdserve.router.options import RouterOptions
 from pdserve.router.policies.registry import POLICIES
+from pdserve.router.targets import Pair
 
 INSTANCES = 8
 CACHED_SHARE = 0.4
@@ -31,6 +46,30 @@ def test_policies_keep_their_promises(seed):
     assert slowest["least_load"] <= slowest["round_robin"] <= slowest["random"]
     assert slowest["power_of_two"] <= slowest["random"]
     assert slowest["cache_aware"] <= slowest["least_load"]
+
+
+@pytest.mark.parametrize("reports", [False, True])
+@pytest.mark.parametrize(
+    ("pairs", "workers", "rate"), [(1, 0, 4.0), (2, 0, 8.0), (4, 0, 16.0), (0, 2, 8.0), (0, 8, 30.0), (2, 2, 14.0)]
+)
+def test_the_default_is_nowhere_slower_than_taking_turns(pairs, workers, rate, reports):
+    jobs = plain_load(1, 500, rate)
+    default, in_turn = (
+        RoutingSim(policy, 20_000, pairs=pairs, workers=workers, reports=reports).run(jobs)
+        for policy in (RouterOptions().policy, "round_robin")
+    )
+    gain = 1.0 if (pairs, workers) == (1, 0) else 0.9
+    assert fmean(one.seconds for one in default) <= gain * fmean(one.seconds for one in in_turn)
+    assert percentile(default, 0.99) <= 1.001 * percentile(in_turn, 0.99)
+    assert fmean(one.token_ms for one in default) <= 1.01 * fmean(one.token_ms for one in in_turn)
+
+
+def test_decodes_that_report_that_answers_cost_nothing_share_them():
+    jobs = plain_load(2, 500, 16.0)
+    sim = RoutingSim("least_load", 20_000, pairs=4, workers=0, reports=True, stream_ms=0.0)
+    sim.run(jobs)
+    counts = Counter(target.decode for target in sim.sent_to if isinstance(target, Pair))
+    assert max(counts.values()) <= 1.2 * min(counts.values())
 
 
 def test_old_reports_do_not_mislead_the_least_load():
