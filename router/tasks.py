@@ -1,4 +1,4 @@
-"""Ends of tasks whose errors are not the caller's."""
+"""Helpers that end tasks and read their errors."""
 
 from __future__ import annotations
 

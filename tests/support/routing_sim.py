@@ -154,7 +154,7 @@ class SimServer:
     progress: float = 0.0
     advanced_at: float = 0.0
     version: int = 0
-    """Number of changes of speed so far. An end that was foreseen before the last one is not valid."""
+    """Number of changes of speed so far. An end that was planned before the last one is not valid."""
 
     @property
     def token_ms(self) -> float:
@@ -271,16 +271,16 @@ class RoutingSim:
     def _set_busy(self, server: SimServer, *, busy: bool) -> None:
         server.advance(self.now)
         server.is_busy = busy
-        self._foresee(server)
+        self._plan_end(server)
 
     def _answer(self, instance: Instance, tokens: int, ended: Callable[[], None]) -> None:
         """Let ``instance`` answer with ``tokens`` tokens, and call ``ended`` then."""
         server = self._servers[instance]
         server.advance(self.now)
         heapq.heappush(server.answers, (server.progress + tokens, next(self._number), ended))
-        self._foresee(server)
+        self._plan_end(server)
 
-    def _foresee(self, server: SimServer) -> None:
+    def _plan_end(self, server: SimServer) -> None:
         """Plan the end of the next answer of ``server``."""
         if not server.answers:
             return
@@ -290,7 +290,7 @@ class RoutingSim:
             if server.version == version:
                 server.advance(self.now)
                 heapq.heappop(server.answers)[2]()
-                self._foresee(server)
+                self._plan_end(server)
 
         self._at(self.now + left * server.token_ms / 1000, end)
 
