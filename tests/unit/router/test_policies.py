@@ -15,6 +15,7 @@ from pdserve.router.attempts import Attempt
 from pdserve.router.facts import Facts
 from pdserve.router.fleet import Fleet
 from pdserve.router.instance import HealthReport, HealthState, Instance, ReportedPace, Role
+from pdserve.router.load import work
 from pdserve.router.options import RouterOptions
 from pdserve.router.policies.base import Policy
 from pdserve.router.policies.factory import make_policy
@@ -138,6 +139,9 @@ def test_reported_paces_count_if_all_report():
     d0.answers = 9
     report(d0, token_ms=10)
     assert choose(fleet)[1] == "d1"  # it has not reported
+    d1.answers = 12
+    assert choose(fleet)[1] == "d0"
+    d1.answers = 0
     report(d1, token_ms=20)
     assert choose(fleet)[1] == "d0"
     d0.answers += 11  # of 1 ms each
@@ -283,6 +287,8 @@ def test_a_session_leaves_an_instance_with_too_many_requests():
     assert fleet.pick(facts) is idlest
     home.answers, idlest.answers = 9, 5
     assert fleet.pick(facts) is home
+    home.answers, idlest.answers = 5, 2
+    assert fleet.pick(facts) is home  # 2.5 times as many, but only 3 more
     home.answers, home.handed_over, idlest.answers = 5, 6, 4
     assert fleet.pick(facts) is idlest
 
@@ -361,6 +367,16 @@ def test_a_prefix_is_not_worth_a_longer_wait():
     assert fleet.pick(facts) is w1
     w1.prompt_tokens = 1
     assert fleet.pick(facts) is w0
+
+
+def test_a_prefix_at_a_decode_is_worth_more_answers_than_it_saves_tokens():
+    fleet = make_fleet("cache_aware", pairs=2, balance_abs_threshold=8)
+    p0, _, d0, _ = fleet.instances
+    facts = facts_of(text_of(1))
+    fleet.policy.sent(Pair(p0, d0), facts)
+    d0.answers = 8
+    assert work(d0) > facts.prompt_tokens
+    assert fleet.pick(facts) == (p0, d0)
 
 
 def test_an_instance_that_was_started_anew_has_no_prefixes():

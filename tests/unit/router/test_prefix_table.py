@@ -32,6 +32,8 @@ def test_the_end_of_the_prompt_that_was_used_longest_ago_is_dropped():
     table.record([1], (1,))
     table.record([7], (3,))
     assert (table.match([1, 2, 3], {1}).blocks, table.match([4, 5, 6], {2}).blocks) == (1, 3)
+    table.record([8], (3,))
+    assert (table.match([1, 2, 3], {1}).blocks, table.match([4, 5, 6], {2}).blocks) == (1, 2)
 
 
 def test_a_prompt_longer_than_the_table_keeps_its_beginning():
@@ -54,10 +56,11 @@ def test_memory_is_limited():
         capacity = 1 << 13
         table = PrefixTable(capacity)
         before = tracemalloc.get_traced_memory()[0]
-        for number in range(200):
+        for number in range(60):
             blocks = [hash((number, i)) for i in range(430)]  # a prompt of 220 KB
-            table.record(blocks, (number % 8, 8 + number % 8))
-            table.record(blocks[:100], (number % 7, 8 + number % 7))
+            for turn in range(MAX_HOLDERS // 2):
+                table.record(blocks, (number % 8 + turn, 16 + number % 8 + turn))
+            table.record(blocks[:100], (number % 7, 16 + number % 7))
         del blocks
         used = tracemalloc.get_traced_memory()[0] - before
     finally:
