@@ -146,7 +146,6 @@ class SimServer:
     """
 
     cache: PrefixCache
-    stream_ms: float
     waiting: deque[tuple[Job, Callable[[int], None]]] = field(default_factory=deque)
     is_busy: bool = False
     answers: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -162,7 +161,7 @@ class SimServer:
 
     @property
     def decode_ms(self) -> float:
-        return ANSWER_MS + self.stream_ms * len(self.answers)
+        return ANSWER_MS + STREAM_MS * len(self.answers)
 
     def advance(self, now: float) -> None:
         """Let the answers advance until ``now``. Their speed changes after it."""
@@ -174,8 +173,7 @@ class SimServer:
 class RoutingSim:
     """A router in front of ``workers`` and ``pairs`` of instances, each with a cache of ``cache_tokens``.
 
-    ``reports``: let each instance report its pace once a second, as it was at that time. ``stream_ms``: additional time
-    per token for each answer that runs at the same time.
+    ``reports``: let each instance report its pace once a second, as it was at that time.
     """
 
     def __init__(
@@ -186,7 +184,6 @@ class RoutingSim:
         workers: int = 8,
         pairs: int = 0,
         reports: bool = False,
-        stream_ms: float = STREAM_MS,
         **options: float,
     ) -> None:
         urls = {"worker": [f"http://w{i}" for i in range(workers)]}
@@ -196,7 +193,7 @@ class RoutingSim:
         self.fleet = Fleet(RouterOptions(policy=policy, **urls, **options))
         for instance in self.fleet.instances:
             self.fleet.set_state(instance, HealthState.HEALTHY, "test")
-        self._servers = {instance: SimServer(PrefixCache(cache_tokens), stream_ms) for instance in self.fleet.instances}
+        self._servers = {instance: SimServer(PrefixCache(cache_tokens)) for instance in self.fleet.instances}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
         self.now = 0.0
@@ -222,7 +219,7 @@ class RoutingSim:
 
     def _report(self) -> None:
         for instance, server in self._servers.items():
-            pace = ReportedPace(server.token_ms, server.decode_ms, server.stream_ms, 0.0, 1 << 20)
+            pace = ReportedPace(server.token_ms, server.decode_ms, STREAM_MS, 0.0, 1 << 20)
             instance.learn(HealthReport(pace=pace))
 
     def _arrive(self, job: Job) -> None:

@@ -183,8 +183,10 @@ def test_an_instance_that_was_away_or_started_anew_has_no_failures():
         assert (instance.recent_failures.count > 0) is is_kept
     instance.learn(HealthReport(epoch="a"))
     instance.recent_failures.add()
+    instance.breaker.ask(60)
     instance.learn(HealthReport(epoch="b"))
     assert instance.recent_failures.count == 0
+    assert not instance.breaker
 
 
 @scenario()

@@ -163,12 +163,12 @@ def test_a_slower_worker_gets_less():
 
 
 @pytest.mark.parametrize("pairs", [0, 2])
-@pytest.mark.parametrize("reports", [False, True])
-def test_an_instance_that_refused_or_failed_gets_less_but_some(pairs, reports):
+@pytest.mark.parametrize("reported_ms", [None, 1.0, 0.0])
+def test_an_instance_that_refused_or_failed_gets_less_but_some(pairs, reported_ms):
     fleet = make_fleet("least_load", workers=0 if pairs else 2, pairs=pairs)
-    if reports:
+    if reported_ms is not None:
         for instance in fleet.instances:
-            report(instance, token_ms=10)
+            report(instance, token_ms=10, stream_ms=reported_ms)
     bad = fleet.instances[2 if pairs else 0]  # the first decode, or the first worker
     clock = Clock()
     bad.recent_failures = RecentFailures(clock)
