@@ -6,6 +6,7 @@ instances would send it all requests. So each failure counts as running requests
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -33,7 +34,7 @@ class RecentFailures:
         """The count now. A single failure counts as 1 at first, as 0.5 after ``HALF_LIFE`` seconds, and so on."""
         if not self._count:
             return 0.0  # no clock is read for the many without failures
-        left = self._count * 0.5 ** ((self._clock() - self._counted_at) / HALF_LIFE)
+        left = self._count * math.exp2((self._counted_at - self._clock()) / HALF_LIFE)
         if left < NEGLIGIBLE:
             self._count = 0.0
             return 0.0
