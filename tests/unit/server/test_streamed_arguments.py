@@ -16,7 +16,8 @@ from support.tool_texts import ARGUMENTS, CALL, REQUEST, TWO_CALLS, as_values, t
 from pdserve.server.output_parsers.base import OutputParser, ParseRequest
 from pdserve.server.output_parsers.choice import BY_NAME
 from pdserve.server.output_parsers.events import ToolArgumentsDelta, ToolCall, ToolCallEnded, ToolCallStarted
-from pdserve.server.output_parsers.reader import Malformed, make_call
+from pdserve.server.output_parsers.json_scan import JsonScan
+from pdserve.server.output_parsers.reader import Malformed, Reader, make_call
 
 STREAMED = replace(REQUEST, streams_arguments=True)
 IN_JSON = [name for name, text in TWO_CALLS.items() if "§" in text]
@@ -257,3 +258,29 @@ def test_a_long_argument_is_told_in_linear_time() -> None:
         [event] = parser.feed("word ")
         assert event == ToolArgumentsDelta("word ", 0)
     assert parser.feed('"}}</tool_call>') == [ToolArgumentsDelta('"}', 0), ToolCallEnded(0, True)]
+
+
+class CountingReader(Reader):
+    """A reader that counts the characters that it is given."""
+
+    given, _text = 0, ""
+
+    @property
+    def text(self) -> str:
+        return self._text
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._text, self.given = text, self.given + len(text)
+
+
+def test_line_breaks_in_arguments_are_escaped_without_a_copy_for_each() -> None:
+    """An answer that has moved here comes in one piece, however long it is."""
+    reader, added = CountingReader(), list[str]()
+    written = '{"code": ["' + "a\n" * 5_000 + '", ' + '"b\n", ' * 1_000 + '"c"]}'
+    reader.text = written
+    for _ in JsonScan(reader, added.append, drops_read=True).value():
+        pytest.fail("all of the text is there")
+    assert "".join(added) == written.replace("\n", "\\n")
+    assert len(added) == 1
+    assert reader.given < 2 * len(written)
