@@ -88,7 +88,7 @@ class OutputParser:
 
     def feed(self, text: str) -> list[OutputEvent]:
         """Take the next piece of the answer's text. Return the new events, which later text cannot change."""
-        self._reader.text += text
+        self._reader.append(text)
         self._advance()
         return self._taken()
 

@@ -189,6 +189,16 @@ class Reader:
 
     # --- reading ---
 
+    def append(self, text: str) -> None:
+        """Add text that has arrived.
+
+        Python appends in place to a string that only one local variable refers to. Otherwise it would copy all of an
+        unfinished call for each token.
+        """
+        kept, self.text = self.text, ""
+        kept += text
+        self.text = kept
+
     @property
     def rest(self) -> str:
         """All text from the reader's position on, as far as it has arrived."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 
@@ -284,3 +285,20 @@ def test_line_breaks_in_arguments_are_escaped_without_a_copy_for_each() -> None:
     assert "".join(added) == written.replace("\n", "\\n")
     assert len(added) == 1
     assert reader.given < 2 * len(written)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_token_of_a_call_does_not_copy_the_text_before(streams: bool) -> None:
+    size = 8 << 20
+    tracemalloc.start()
+    try:
+        parser = OutputParser(BY_NAME["hermes"], replace(REQUEST, streams_arguments=streams))
+        parser.feed('<tool_call>{"name": "find", "arguments": {"word": "' + "w" * size)
+        parser.feed("w")
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        parser.feed("w")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak - before < size / 2
