@@ -24,6 +24,8 @@ class ParseRequest:
     """Whether the prompt ends within reasoning."""
     separates_reasoning: bool = True
     """Whether reasoning is kept apart from the text."""
+    most_calls: int | None = None
+    """Maximum complete calls of an answer. Further ones are left out. None: there is no maximum."""
     streams_arguments: bool = False
     """Whether arguments of calls are told as they arrive, where the format has them in JSON.
 
@@ -76,7 +78,7 @@ class OutputParser:
     """Reads one answer. Events depend on the text alone, not on its pieces."""
 
     def __init__(self, output_format: OutputFormat, request: ParseRequest) -> None:
-        self._reader = Reader(streams_arguments=request.streams_arguments)
+        self._reader = Reader(streams_arguments=request.streams_arguments, most_calls=request.most_calls)
         self._parser = output_format.parse(self._reader, request)
         self._is_done = False
         self._advance()

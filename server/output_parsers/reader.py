@@ -59,17 +59,19 @@ class OpenCall:
 class Reader:
     """The text of one answer, with a place in it.
 
-    ``streams_arguments``: tell the arguments of calls as they arrive, where the format allows it.
+    ``streams_arguments``: tell the arguments of calls as they arrive, where the format allows it. ``most_calls``: leave
+    out complete calls beyond this number; None: tell all.
     """
 
-    def __init__(self, *, streams_arguments: bool = False) -> None:
+    def __init__(self, *, streams_arguments: bool = False, most_calls: int | None = None) -> None:
         self.events: list[OutputEvent] = []
         """Events that have not been taken."""
         self.calls = 0
-        """Complete calls so far."""
+        """Complete calls so far, those that are left out among them."""
         self.call: OpenCall | None = None
         """The call that is being read."""
         self._streams_arguments = streams_arguments
+        self._most_calls = most_calls
         self._numbers = 0
         """Calls that have a number. Among them is one that broke off after its beginning was told."""
         self.has_ended = False
@@ -112,11 +114,15 @@ class Reader:
 
     def emit_call(self, call: ToolCall) -> None:
         """Add a complete tool call to the events, and number it: the answer's first call is 0."""
-        self.events.append(call._replace(number=self._number()))
+        self._drops_held = True
+        if self._may_call():
+            self.events.append(call._replace(number=self._number()))
         self.calls += 1
 
+    def _may_call(self) -> bool:
+        return self._most_calls is None or self.calls < self._most_calls
+
     def _number(self) -> int:
-        self._drops_held = True
         self._numbers += 1
         return self._numbers - 1
 
@@ -127,7 +133,8 @@ class Reader:
         """
         make_call(name, "{}")
         self.call = OpenCall(name, "}")
-        if self._streams_arguments:
+        if self._streams_arguments and self._may_call():
+            self._drops_held = True
             self.call.told_as = self._number()
             self.events.append(ToolCallStarted(name, self.call.told_as))
         return self.call

@@ -35,14 +35,13 @@ class ContentBlocks:
 
     Ids of calls and signatures of thinking derive from ``rid`` and a number, so an answer that goes on at another
     instance keeps them. ``shows_thinking``: whether there are blocks of thinking. ``omits_thought``: whether they leave
-    out their text. ``parallel_calls``: whether there may be several calls.
+    out their text.
     """
 
-    def __init__(self, rid: str, *, shows_thinking: bool, omits_thought: bool, parallel_calls: bool) -> None:
+    def __init__(self, rid: str, *, shows_thinking: bool, omits_thought: bool) -> None:
         self._rid = rid
         self._shows_thinking = shows_thinking
         self._omits_thought = omits_thought
-        self._most_calls = None if parallel_calls else 1
         self._index = -1
         self._open = ""
         """Type of the open block; "" if none is open."""
@@ -57,7 +56,7 @@ class ContentBlocks:
             elif isinstance(event, ReasoningDelta):
                 if self._shows_thinking:
                     yield from self._think(event.text)
-            elif self._most_calls is None or event.number < self._most_calls:
+            else:
                 yield from self._call(event)
 
     def end(self) -> Iterator[BlockEvent]:

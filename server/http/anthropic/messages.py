@@ -57,7 +57,6 @@ async def messages(request: Request) -> Response:
         plan.rid,
         shows_thinking=thinking.type != "disabled",
         omits_thought=thinking.display == "omitted",
-        parallel_calls=use.many,
     )
     renderer = MessageRenderer(plan.rid, state.model.name, reader, blocks)
     return EngineResponse(state.engine, [plan], renderer, stream=body.stream)

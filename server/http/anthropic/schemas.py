@@ -43,7 +43,7 @@ MESSAGES: Unserved = {
     **neutral(names="container compaction"),
 }
 TOOL: Unserved = {
-    # When arguments are sent: here always at their end.
+    # When arguments are sent: an option of the server and the format of the model say it.
     **dict.fromkeys(("cache_control", "eager_input_streaming"), ANYTHING),
     **dict.fromkeys(("strict", "allowed_callers", "input_examples"), IGNORED),
 }

@@ -32,13 +32,18 @@ class ToolUse:
 
 
 def make_reader(
-    use: ToolUse, formats: OutputFormats, *, separates_reasoning: bool, has_deltas: bool = True
+    use: ToolUse,
+    formats: OutputFormats,
+    *,
+    separates_reasoning: bool,
+    has_deltas: bool = True,
+    most_calls: int | None = None,
 ) -> OutputReader:
     """Choose the reader that splits answers into text, reasoning and tool calls.
 
     ``formats``: the model's. ``separates_reasoning``: whether reasoning is kept apart from the text. ``has_deltas``:
-    whether streams of the API can send arguments of calls in pieces. Raises ``ApiError`` 400 for tools that the model's
-    template or format does not support.
+    whether streams of the API can send arguments of calls in pieces. ``most_calls``: maximum calls of an answer with
+    several; None: any number. Raises ``ApiError`` 400 for tools that the model's template or format does not support.
     """
     if use.schemas and not formats.renders_tools:
         raise bad_request("tools", NO_TOOLS)
@@ -47,7 +52,9 @@ def make_reader(
     output_format = formats.for_request(has_tools=bool(use.schemas), separates_reasoning=separates_reasoning)
     if output_format is None:
         return PlainReader()
-    request = ParseRequest(use.schemas, separates_reasoning=separates_reasoning)
+    request = ParseRequest(
+        use.schemas, separates_reasoning=separates_reasoning, most_calls=most_calls if use.many else 1
+    )
     return ParsedReader(output_format, request, streams_arguments=has_deltas and formats.streams_arguments)
 
 

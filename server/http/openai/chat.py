@@ -50,9 +50,7 @@ async def chat_completions(request: Request) -> Response:
     prompts = [Prompt(chat=chat_of(body))]
     plans = plan_openai(body, prompts, False, max_tokens, logprobs.options, state, marks=reader.marks, grammar=forced)
     envelope = Envelope.of(body, plans, state.model, ticket_of(request.scope))
-    parts = MessageParts(
-        envelope.id, parallel_calls=body.parallel_tool_calls, includes_reasoning=body.include_reasoning
-    )
+    parts = MessageParts(envelope.id, includes_reasoning=body.include_reasoning)
     renderer = ChatCompletionRenderer(envelope, logprobs, reader, parts)
     return EngineResponse(state.engine, plans, renderer, stream=body.stream)
 

@@ -36,9 +36,8 @@ class MessageParts:
     Ids of calls derive from the request's, so an answer that goes on at another instance keeps them.
     """
 
-    def __init__(self, rid: str, *, parallel_calls: bool, includes_reasoning: bool) -> None:
+    def __init__(self, rid: str, *, includes_reasoning: bool) -> None:
         self._rid = rid
-        self._most_calls = None if parallel_calls else 1
         self._includes_reasoning = includes_reasoning
 
     def whole(self, choice: Choice, events: Sequence[OutputEvent]) -> dict[str, Any]:
@@ -53,7 +52,7 @@ class MessageParts:
     def new(self, choice: Choice, events: Sequence[OutputEvent]) -> dict[str, Any]:
         """Return the fields that ``events`` add to a choice's message: text, reasoning and tool calls.
 
-        Reasoning that the client does not want is left out, and so are further calls if it allows only one.
+        Reasoning that the client does not want is left out.
         """
         parts: dict[str, Any] = {}
         for event in events:
@@ -62,7 +61,7 @@ class MessageParts:
             elif isinstance(event, ReasoningDelta):
                 if self._includes_reasoning:
                     parts["reasoning_content"] = parts.get("reasoning_content", "") + event.text
-            elif not isinstance(event, ToolCallEnded) and (self._most_calls is None or event.number < self._most_calls):
+            elif not isinstance(event, ToolCallEnded):
                 self._add_call(choice, event, parts.setdefault("tool_calls", []))
         return parts
 

@@ -12,6 +12,7 @@ from ....messages.error_codes import OVERLOADED
 from ....runtime.web.body import TooManyValues, UploadDropped
 from ....runtime.web.responses.keeper import ResponseKeeper, refused
 from ....runtime.web.responses.request import RequestRefused, ResponseRequest
+from ..bodies.tool_fields import MAX_TOOL_CALLS
 from ..endpoint import endpoint
 from ..engine.plan import Prompt
 from ..errors import ApiError, bad_request
@@ -59,7 +60,7 @@ async def answer_to(request: Request, body: ResponsesBody) -> Response:
         )
     check_model(body.model, state.model)
     use, formats = tool_use_of(body), state.model.formats
-    reader = make_reader(use, formats, separates_reasoning=True)
+    reader = make_reader(use, formats, separates_reasoning=True, most_calls=MAX_TOOL_CALLS)
     grammar = forced_call(use, formats)
     fields = AnswerFields(body, body.max_output_tokens, body.min_tokens, body.seed, grammar, body.cache_salt)
     plan = plan_answer(state, body, Prompt(chat=read_conversation(body)), fields, reader)

@@ -71,15 +71,11 @@ class _OpenCall:
 
 
 class OutputItems:
-    """The items of one response.
+    """The items of one response. ``seals``: whether reasoning has ``encrypted_content``."""
 
-    ``most_calls``: calls beyond this number are left out. ``seals``: whether reasoning has ``encrypted_content``.
-    """
-
-    def __init__(self, rid: str, *, most_calls: int, seals: bool) -> None:
+    def __init__(self, rid: str, *, seals: bool) -> None:
         self._rid = rid
         self._base = rid.removeprefix(ID_PREFIX)
-        self._most_calls = most_calls
         self._seals = seals
         self._open: _OpenItem | None = None
         self._open_call: _OpenCall | None = None
@@ -90,7 +86,7 @@ class OutputItems:
         """Add what is new of the answer, and return the events that tell it."""
         if isinstance(event, TextDelta | ReasoningDelta):
             return self._grow(event.text, is_reasoning=isinstance(event, ReasoningDelta))
-        return self._add_call(event) if event.number < self._most_calls else []
+        return self._add_call(event)
 
     def end(self, *, is_cut: bool) -> list[Event]:
         """Complete the item that is open, and return the events that tell it. ``is_cut``: the answer is incomplete."""

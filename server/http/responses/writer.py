@@ -12,7 +12,6 @@ from starlette.types import Scope
 from ....messages.outputs import FinishReason, FinishType
 from ....runtime.web.moved_answer import Ticket
 from ....runtime.web.sse import DATA_PREFIX, EVENT_END
-from ..bodies.tool_fields import MAX_TOOL_CALLS
 from ..engine.engine_client import EngineClient
 from ..engine.plan import PromptPlan
 from ..engine.submission import Choice, Delta
@@ -93,11 +92,7 @@ class ResponseWriter:
     ) -> None:
         self._fields = fields
         self._reader = reader
-        self._items = OutputItems(
-            fields["id"],
-            most_calls=MAX_TOOL_CALLS if body.parallel_tool_calls else 1,
-            seals=ENCRYPTED_REASONING in body.include,
-        )
+        self._items = OutputItems(fields["id"], seals=ENCRYPTED_REASONING in body.include)
         self.sent_events = ticket.events if ticket is not None else 0
         """Events that the client has been sent, by another instance, too."""
 

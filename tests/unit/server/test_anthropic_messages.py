@@ -460,7 +460,7 @@ def test_a_stream_goes_on_where_its_answer_does() -> None:
 
 def test_blocks_follow_the_order_of_events() -> None:
     def blocks(**how: bool) -> ContentBlocks:
-        return ContentBlocks("r", **{"shows_thinking": True, "omits_thought": False, "parallel_calls": True} | how)
+        return ContentBlocks("r", **{"shows_thinking": True, "omits_thought": False} | how)
 
     events = [TextDelta("a"), TextDelta(""), ToolCall("f", "{}"), TextDelta("b"), ReasoningDelta("c"), TextDelta("d")]
     one = blocks()

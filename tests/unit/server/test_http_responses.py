@@ -17,6 +17,7 @@ from pdserve.messages.conversation import ChatMessage, ChatToolCall, Conversatio
 from pdserve.messages.outputs import FinishType, ReasoningReport, ReqError, TextBatch
 from pdserve.runtime.web.moved_answer import TICKET
 from pdserve.server.http.bodies.field_names import IGNORED_HEADER
+from pdserve.server.http.bodies.tool_fields import MAX_TOOL_CALLS
 from pdserve.server.http.responses.answers import ResponseAnswer
 from pdserve.server.http.responses.sealed import seal
 from tests.unit.server.test_http_moved import FOLLOWS, Two
@@ -392,6 +393,14 @@ def test_a_call_can_be_forced() -> None:
 def test_one_call_at_a_time() -> None:
     answer = response_of(ask({"tools": [TOOL], "parallel_tool_calls": False})[0])
     assert [item["type"] for item in answer["output"]] == ["reasoning", "message", "function_call"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_more_calls_than_a_request_may_send_back(stream: bool) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    response, _ = ask({"tools": [TOOL], "stream": stream}, call * (MAX_TOOL_CALLS + 1))
+    answer = check_stream(events_of(response.text)) if stream else response_of(response)
+    assert len(answer["output"]) == MAX_TOOL_CALLS
 
 
 def test_what_a_request_says_is_answered_again() -> None:

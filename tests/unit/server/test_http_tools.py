@@ -185,6 +185,15 @@ def test_one_call_at_a_time(stream: bool) -> None:
     assert arguments(message) == [{"city": "Rome"}]
 
 
+def test_a_call_that_breaks_is_not_the_only_one() -> None:
+    """Else ``finish_reason`` would promise a complete call, and there would be none."""
+    broken = '<tool_call>\n{"name": "weather", "arguments": {"city": Rome}}\n</tool_call>'
+    chunks = events(ask({"tools": [TOOL], "parallel_tool_calls": False, "stream": True}, broken + OUTPUT)[0])
+    written = [call["function"]["arguments"] for call in fold(chunks)["tool_calls"]]
+    assert written == ['{"city": ', '{"city": "Rome"}']
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
 @pytest.mark.parametrize("finish", [FinishType.LENGTH, FinishType.TIMEOUT, FinishType.ABORT])
 def test_a_call_that_is_cut_is_not_answered(finish: FinishType) -> None:
     response, _ = ask({"tools": [TOOL]}, OUTPUT[:-20], finish=finish)

@@ -72,6 +72,14 @@ def test_calls_add_up_to_those_of_a_whole_answer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TWO_CALLS)
+@pytest.mark.parametrize("streams", [False, True])
+def test_calls_beyond_the_maximum_are_left_out(name: str, streams: bool) -> None:
+    text, one = two_calls(name), replace(REQUEST, most_calls=1, streams_arguments=streams)
+    both = read(BY_NAME[name], REQUEST, [text])
+    assert read_every_way(BY_NAME[name], one, text) == both._replace(calls=both.calls[:1])
+
+
+@pytest.mark.parametrize("name", TWO_CALLS)
 @pytest.mark.parametrize("line_break", ["\n", "\t\x01"])
 def test_control_characters_in_strings_become_escapes(name: str, line_break: str) -> None:
     text = TWO_CALLS[name].replace("§", f'{{"word": "sea{line_break}lion"}}')
