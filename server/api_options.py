@@ -70,7 +70,7 @@ class ApiOptions:
         default=True,
         help=(
             "Send the arguments of a tool call while the model writes them, in streams of OpenAI's and Anthropic's "
-            "APIs. A call that a limit cuts off is then sent in part. =false sends each call when it is complete."
+            "APIs. A call that breaks off is then sent in part. =false sends each call when it is complete."
         ),
     )
     pooling: Literal["auto", "mean", "last"] = opt(
