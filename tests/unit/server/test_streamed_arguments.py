@@ -18,7 +18,7 @@ from support.tool_texts import ARGUMENTS, CALL, REQUEST, TWO_CALLS, as_values, t
 from pdserve.server.output_parsers.base import OutputParser, ParseRequest
 from pdserve.server.output_parsers.choice import BY_NAME
 from pdserve.server.output_parsers.events import ToolArgumentsDelta, ToolCall, ToolCallEnded, ToolCallStarted
-from pdserve.server.output_parsers.json_scan import JsonScan
+from pdserve.server.output_parsers.json_scan import MAX_LEVELS, JsonScan
 from pdserve.server.output_parsers.reader import Malformed, Reader, make_call
 
 STREAMED = replace(REQUEST, streams_arguments=True)
@@ -266,6 +266,16 @@ def test_the_same_arguments_are_refused_as_in_whole_answers(text: str) -> None:
     elif is_object:
         with pytest.raises(Malformed):
             make_call("now", json.dumps(json.loads(text, strict=False)))
+
+
+def test_calls_have_as_many_levels_as_whole_ones() -> None:
+    for levels in (MAX_LEVELS, MAX_LEVELS + 1):
+        written = '{"a": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+        text = f"[TOOL_CALLS]now[ARGS]{written}"
+        streamed, whole = (read(BY_NAME["mistral"], request, [text]) for request in (STREAMED, REQUEST))
+        assert streamed.calls == whole.calls == [ToolCall("now", written)][: levels <= MAX_LEVELS]
+    with pytest.raises(Malformed):
+        make_call("now", written)
 
 
 def test_each_token_of_a_long_argument_is_told_at_once() -> None:
