@@ -13,6 +13,9 @@ from .reader import Parser, Reader
 Tools = Mapping[str, Mapping[str, Any]]
 """JSON schema of each tool's parameters, by the tool's name."""
 
+MAX_PIECE = 1 << 14
+"""Characters that a parser gets at once. It cuts off what it has read, after each call, which copies the rest."""
+
 
 @dataclass(frozen=True)
 class ParseRequest:
@@ -90,8 +93,9 @@ class OutputParser:
 
     def feed(self, text: str) -> list[OutputEvent]:
         """Take the next piece of the answer's text. Return the new events, which later text cannot change."""
-        self._reader.append(text)
-        self._advance()
+        for at in range(0, len(text), MAX_PIECE):
+            self._reader.append(text[at : at + MAX_PIECE])
+            self._advance()
         return self._taken()
 
     def end(self, *, is_cut: bool = False) -> list[OutputEvent]:

@@ -8,6 +8,7 @@ import re
 import tracemalloc
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from support.answer_parts import Parts, parts_of, random_pieces, read, read_every_way
 from support.tool_texts import ARGUMENTS, CALL, REQUEST, TWO_CALLS, as_values, two_calls
 
+from pdserve.server.output_parsers import base
 from pdserve.server.output_parsers.base import OutputParser, ParseRequest
 from pdserve.server.output_parsers.choice import BY_NAME
 from pdserve.server.output_parsers.events import ToolArgumentsDelta, ToolCall, ToolCallEnded, ToolCallStarted
@@ -311,6 +313,24 @@ def test_line_breaks_in_arguments_are_escaped_without_a_copy_for_each() -> None:
     assert "".join(added) == written.replace("\n", "\\n")
     assert len(added) == 1
     assert reader.given < 2 * len(written)
+
+
+def test_twice_as_many_calls_in_one_piece_are_twice_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(calls: int) -> int:
+        call = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        parser = OutputParser(BY_NAME["kimi_k2"], STREAMED)
+        parser.feed("<|tool_calls_section_begin|>" + call * calls)
+        assert parser.calls == calls
+        return readers.pop().given
+
+    readers: list[CountingReader] = []
+
+    def make_reader(**how: Any) -> Reader:
+        readers.append(CountingReader(**how))
+        return readers[-1]
+
+    monkeypatch.setattr(base, "Reader", make_reader)
+    assert given(2_000) < 2.5 * given(1_000)
 
 
 @pytest.mark.parametrize("streams", [False, True])
