@@ -50,6 +50,9 @@ FOREIGN_FLAGS |= {
     "--loads",
     "--seeds",
 }  # of benchmarks of a module, and vLLM's
+FOREIGN_FLAGS |= {"--rm", "--user", "--previous"}  # of docker and kubectl
+FOREIGN_FLAGS |= {"--kubernetes-version", "--framework", "--compact", "--quiet", "--skip-download"}
+# of kubernetes-validate and checkov
 """Flags that are not options, or not ours, and that the pages mention."""
 SECRET_FILE = r"^(--cluster-secret-file=)?(?:\S*cluster(?:-secret)?|/run/secrets/router|keys)"
 
@@ -192,6 +195,27 @@ def stages(dockerfile: Path) -> tuple[str, str]:
     return build, final
 
 
+def base_images(dockerfile: Path) -> dict[str, str]:
+    """Return the arguments of a Dockerfile that name a base image, with their defaults."""
+    return dict(re.findall(r"^ARG (\w+_IMAGE)=(\S+)$", dockerfile.read_text(), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)
+def test_both_stages_use_a_base_image_that_a_build_can_pin(dockerfile):
+    [(name, default)] = base_images(dockerfile).items()
+    bases = re.findall(r"^FROM (\S+)", dockerfile.read_text(), flags=re.MULTILINE)
+    assert bases == [f"${{{name}}}"] * 2
+    assert re.fullmatch(r"[a-z/]+:[\w.-]+", default)
+    assert not default.endswith(":latest")
+
+
+def test_no_build_is_given_secrets_or_what_only_developers_need():
+    ignored = [(file.parent / f"{file.name}.dockerignore").read_text().split("\n") for file in DOCKERFILES]
+    assert ignored[0] == ignored[1]
+    # Hidden files, among them .git and .venv; docker/ has the folders of secrets.
+    assert {".*", "docker", "tests"} <= set(ignored[0])
+
+
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)
 def test_the_image_carries_the_kernels(dockerfile):
     build, final = stages(dockerfile)
@@ -216,9 +240,9 @@ def test_the_image_for_gpus_has_the_extras_and_what_they_compile_with():
     [extras] = re.findall(r"pip install .* '\.\[([a-z,]+)\]'", build)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(extras.split(",")) == {"flashinfer", "triton"} <= set(project["optional-dependencies"])
-    froms = re.findall(r"^FROM (\S+)", DOCKERFILES[1].read_text(), flags=re.MULTILINE)
-    assert len(set(froms)) == 1  # one CUDA, and its nvcc
-    assert "-devel-" in froms[0]
+    # One CUDA, and its nvcc.
+    assert re.findall(r"^FROM (\S+)", DOCKERFILES[1].read_text(), flags=re.MULTILINE) == ["${CUDA_IMAGE}"] * 2
+    assert "-devel-" in base_images(DOCKERFILES[1])["CUDA_IMAGE"]
     assert re.search(r"apt-get install .* g\+\+ python3-dev", final)
 
 
