@@ -1,4 +1,4 @@
-"""The compose files and the systemd unit give containers and services no more than they need."""
+"""The compose files and the systemd units give containers and services no more than they need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import yaml
 
 from tests.unit.repository.test_packaging import COMPOSE, COMPOSE_CUDA, DOCKERFILES, ROOT, check_command, services_of
 
-UNIT = ROOT / "docker" / "systemd" / "pdserve.service"
+SYSTEMD = ROOT / "docker" / "systemd"
+UNITS = pytest.mark.parametrize("unit", sorted(SYSTEMD.iterdir()), ids=lambda file: file.name)
+HIGHEST_EXPOSURE = "25"
+"""Exposure that `systemd-analyze security` may find, in tenths."""
 COMPOSED = pytest.mark.parametrize("files", [(COMPOSE,), (COMPOSE, COMPOSE_CUDA)], ids=["cpu", "cuda"])
 SWITCHED_ON = [
     "DynamicUser",
@@ -102,25 +105,43 @@ def test_commands_that_are_shown_publish_ports_on_loopback(file):
     assert published or file in (COMPOSE, COMPOSE_CUDA)
 
 
-def unit() -> configparser.SectionProxy:
+def service_of(unit: Path) -> configparser.SectionProxy:
+    """Return the section [Service] of a unit."""
     parsed = configparser.ConfigParser(interpolation=None, strict=False)  # several LoadCredential
     parsed.optionxform = str  # type: ignore[assignment,method-assign]
-    parsed.read_string(UNIT.read_text())
+    parsed.read_string(unit.read_text())
     return parsed["Service"]
 
 
-def test_the_unit_starts_what_exists_with_the_keys_that_it_loads(tmp_path):
-    program, *words = shlex.split(unit()["ExecStart"])
+def started_copy(unit: Path, folder: Path) -> Path:
+    """Write a copy of a unit whose program is there, which systemd looks for; a template as an instance of it."""
+    file = folder / unit.name.replace("@", "@decode-0")
+    file.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", unit.read_text(), flags=re.MULTILINE))
+    return file
+
+
+def test_there_are_units_for_a_cluster_an_instance_and_a_router():
+    names = {unit.name for unit in SYSTEMD.iterdir()}
+    assert names == {"pdserve.service", "pdserve-server@.service", "pdserve-router.service"}
+
+
+@UNITS
+def test_a_unit_starts_what_exists_with_the_keys_that_it_loads(unit, tmp_path):
+    program, *words = shlex.split(service_of(unit)["ExecStart"].replace("\\\n", " "))
     assert Path(program).name == "pdserve"
-    loaded = re.findall(r"^LoadCredential=([\w-]+):", UNIT.read_text(), flags=re.MULTILINE)
+    loaded = re.findall(r"^LoadCredential=([\w-]+):", unit.read_text(), flags=re.MULTILINE)
     assert {word.partition("=%d/")[2] for word in words if "%d" in word} == set(loaded)
+    options = "disaggregation-mode: decode\n"
+    if words[0] == "router":
+        options = "prefill: [http://10.0.0.5:30000]\ndecode: [http://10.0.0.6:30000]\n"
     for name in loaded:
-        (tmp_path / name).write_text(f"{name}-{'k' * 64}")
+        (tmp_path / name).write_text(options if name == "options" else f"{name}-{'k' * 64}")
     check_command([word.replace("%d", str(tmp_path)) for word in words])
 
 
-def test_the_unit_s_service_can_do_little():
-    service = unit()
+@UNITS
+def test_a_unit_s_service_can_do_little(unit):
+    service = service_of(unit)
     assert [name for name in SWITCHED_ON if service.get(name) != "yes"] == []
     assert (service["ProtectSystem"], service["ProtectProc"]) == ("strict", "invisible")
     assert (service["CapabilityBoundingSet"], service["AmbientCapabilities"]) == ("", "")
@@ -129,10 +150,12 @@ def test_the_unit_s_service_can_do_little():
     assert {"MemoryMax", "TasksMax", "LimitNOFILE", "RestrictAddressFamilies"} <= service.keys()
 
 
+@UNITS
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze here")
-def test_systemd_understands_the_unit(tmp_path):
-    file = tmp_path / UNIT.name
-    # It looks for the program.
-    file.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", UNIT.read_text(), flags=re.MULTILINE))
+def test_systemd_understands_a_unit_and_finds_it_little_exposed(unit, tmp_path):
+    file = started_copy(unit, tmp_path)
     done = subprocess.run(["systemd-analyze", "verify", str(file)], capture_output=True, text=True)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    security = ["systemd-analyze", "security", "--offline=true", f"--threshold={HIGHEST_EXPOSURE}", str(file)]
+    done = subprocess.run(security, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
