@@ -114,7 +114,7 @@ def service_of(unit: Path) -> configparser.SectionProxy:
 
 
 def started_copy(unit: Path, folder: Path) -> Path:
-    """Write a copy of a unit whose program is there, which systemd looks for; a template as an instance of it."""
+    """Write a copy of a unit with a program that exists, since systemd looks for it; a template as its instance."""
     file = folder / unit.name.replace("@", "@decode-0")
     file.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", unit.read_text(), flags=re.MULTILINE))
     return file
