@@ -90,6 +90,13 @@ class ComputeOptions:
             "for a prefill that `pdserve up` starts beside decodes on a CPU."
         ),
     )
+    adaptive_threads: bool = opt(
+        default=True,
+        help=(
+            "Compute on fewer threads while other processes take cores from them: a thread that waits for a core "
+            "holds up all others. Without it, one busy process on two cores costs half of the throughput."
+        ),
+    )
     attention_backend: AttentionBackendName = opt(
         default="auto",
         help=(

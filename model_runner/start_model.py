@@ -130,6 +130,7 @@ def start_model(ctx: ChildContext[WorkerOptions], channels: RankChannels) -> Sta
         lambda: floating(placement),
         placement.node,
         count=placement.threads,
+        adapts=options.adaptive_threads,
         start_torch=lambda: start_torch_threads(placement),
     )
     model = load_model(options, threads, ranks, _weights_source(options, placement))

@@ -126,6 +126,8 @@ def _declare(library: ctypes.CDLL) -> None:
         ("pds_set_fetch_hint", None, (c_int32,)),
         ("pds_team_new", c_void_p, (c_int32, POINTER(c_int32), c_int32)),
         ("pds_team_free", None, (c_void_p,)),
+        ("pds_team_set_size", None, (c_void_p, c_int32)),
+        ("pds_team_system_id", c_int32, (c_void_p, c_int32)),
         (
             "pds_engine_new",
             c_void_p,

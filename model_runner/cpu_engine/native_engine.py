@@ -162,6 +162,7 @@ class NativeEngine:
             states.ctypes.data if len(states) else None,
             batch.done.address,
         )
+        self.team.begin_pass()
         if self._library.pds_engine_forward(self.handle, args) != 0:
             raise MemoryError(f"no memory for a pass of {len(ids)} tokens")
         if len(states):

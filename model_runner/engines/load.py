@@ -183,7 +183,7 @@ def _load_for_kernels(setup: Setup, native: Native, weights_source: WeightsSourc
         identity = describe_for_ranks(setup, contents.fingerprint, maker, "cpu", choose_level().name)
         pools, exchange = maker.make(packed.memory.total, identity=identity, room=room)
     with setup.timed("kernels"):
-        team = Team(threads.team_size, threads.cpus, threads.spin_us)
+        team = Team(threads.team_size, threads.cpus, threads.spin_us, adapts=threads.adapts)
         engine = CpuEngine(
             packed,
             request.own_spec,

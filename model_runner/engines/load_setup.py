@@ -39,6 +39,8 @@ class Threads:
     """NUMA node of the cores; None: the host has one node, or the cores are on several."""
     count: int | None = None
     """Threads of the C++ engine; None: as many as torch computes with."""
+    adapts: bool = False
+    """Whether the C++ engine computes on fewer threads while other processes take their cores."""
     start_torch: Callable[[], object] = lambda: None
     """Starts torch's threads, before a torch engine's weights are loaded."""
 

@@ -68,6 +68,7 @@ class NativeSteps:
             return None
         self._engine.check_size(tokens)
         ropes = self._engine.ropes
+        self._engine.team.begin_pass()
         count = self._run(
             self._handle,
             entries,

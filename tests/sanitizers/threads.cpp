@@ -4,6 +4,7 @@
 // thread through too early is a data race, and mostly a wrong sum.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -39,6 +40,25 @@ void run_team(int size, int spin_us) {
       }
     });
     check(sums[0] == size * (run * 10 + 4), "sum after a run");
+  }
+}
+
+// Runs of fewer members than there are, in an order in which members that are left out miss several.
+void run_resized_team(int capacity, int spin_us) {
+  Team team(capacity, nullptr, spin_us);
+  std::vector<int64_t> written(capacity);
+  for (int64_t run = 1; run <= 600; ++run) {
+    const int size = static_cast<int>(1 + run * run % 7 % capacity);
+    team.set_size(size);
+    std::fill(written.begin(), written.end(), 0);
+    team.run([&](int tid, int members) {
+      check(members == size && tid < size, "members of a resized team");
+      written[tid] = run;
+      team.barrier();
+      if (tid == 0) {
+        for (int i = 0; i < capacity; ++i) check(written[i] == (i < size ? run : 0), "work of a resized team");
+      }
+    });
   }
 }
 
@@ -124,6 +144,7 @@ void sample() {
 int main() {
   for (int size : {1, 2, 3, 5}) {
     for (int spin_us : {0, 50}) run_team(size, spin_us);
+    for (int spin_us : {0, 50}) run_resized_team(size, spin_us);
   }
   run_ranks();
   sample();

@@ -19,6 +19,11 @@ PDS_API void* pds_team_new(int32_t size, const int32_t* cpus, int32_t spin_us) {
 
 PDS_API void pds_team_free(void* team) { delete static_cast<Team*>(team); }
 
+PDS_API void pds_team_set_size(void* team, int32_t size) { static_cast<Team*>(team)->set_size(size); }
+
+// Of a member that is not the caller: 1 to the team's size - 1.
+PDS_API int32_t pds_team_system_id(const void* team, int32_t tid) { return static_cast<const Team*>(team)->system_id(tid); }
+
 PDS_API int64_t pds_ranks_bytes(int32_t size, int64_t part_floats, int64_t vocab) {
   return static_cast<int64_t>(RankGroup::bytes(size, {part_floats, vocab}));
 }

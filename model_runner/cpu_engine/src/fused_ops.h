@@ -26,7 +26,7 @@ struct EngineState {
         ranks(ranks),
         weights(c),
         activations(strides),
-        own(team.size()),
+        own(team.capacity()),
         plans(c) {
     for (auto& thread : own) thread.allocate(arena, strides);
   }

@@ -9,7 +9,7 @@
 
 namespace pdserve {
 
-RowSampler::RowSampler(Team* team) : team_(team), samplers_(team == nullptr ? 1 : team->size()) {}
+RowSampler::RowSampler(Team* team) : team_(team), samplers_(team == nullptr ? 1 : team->capacity()) {}
 
 void RowSampler::sample(const float* logits, int64_t vocab, int64_t stride, const SampledRows& sampled, int64_t* tokens,
                         uint8_t* finite) {
