@@ -1,9 +1,8 @@
 """Fewer compute threads while other processes use their cores.
 
-All threads of a team meet at every barrier of a pass, so the team is as slow as the thread that waits longest for a
-core. If one of two threads has half a core, both compute at half speed, while one thread alone, on a core of its own,
-computes at two thirds. So the team computes on as many threads as there are cores for it. Results have the same bits on
-any number of threads.
+All threads of a team meet at every barrier of a pass, so the team is as slow as its slowest thread. If one of two
+threads has half a core, both compute at half speed. One thread alone, on a core of its own, computes at two thirds. So
+the team computes on as many threads as there are cores for it. Results have the same bits on any number of threads.
 
 Linux counts how long each thread was ready to run and waited for a core (``/proc/self/task/*/schedstat``). A team of
 fewer threads can't see when the cores are free again, so it tries all of its threads from time to time.
