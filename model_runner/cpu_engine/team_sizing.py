@@ -56,7 +56,7 @@ def best_size(capacity: int, taken: float) -> int:
 
     def speed(size: int) -> float:
         excess = max(0.0, taken - (capacity - size))
-        return (size / capacity) ** GAIN * max(1 - excess, SLOWEST / max(1.0, excess))
+        return float((size / capacity) ** GAIN) * max(1 - excess, SLOWEST / max(1.0, excess))
 
     best = max(range(1, capacity + 1), key=speed)
     return best if speed(best) > LEAST_GAIN * speed(capacity) else capacity
