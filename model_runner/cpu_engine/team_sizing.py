@@ -15,10 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from .team import Team
+from typing import NamedTuple, Protocol
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +57,23 @@ def best_size(capacity: int, taken: float) -> int:
 
     best = max(range(1, capacity + 1), key=speed)
     return best if speed(best) > LEAST_GAIN * speed(capacity) else capacity
+
+
+class Team(Protocol):
+    """What a ``TeamSizer`` needs of a team of threads."""
+
+    capacity: int
+    cpus: tuple[int, ...] | None
+
+    @property
+    def size(self) -> int:
+        """Threads that compute."""
+
+    @size.setter
+    def size(self, size: int) -> None: ...
+
+    def system_id(self, member: int) -> int:
+        """Return the system's id of a thread that is not the caller."""
 
 
 class TeamSizing:

@@ -126,7 +126,27 @@ class Kind(Enum):
     NOT_RUN = auto()
 
 
-NOT_RUN: dict[str, str] = {}
+A_CLUSTER = "it needs a cluster; test_kubernetes.py compares the page with the manifests"
+NOT_RUN: dict[str, str] = {
+    "docker build -f docker/Dockerfile -t pdserve:local .": A_CLUSTER,
+    "kind load docker-image pdserve:local": A_CLUSTER,
+    "cd docker/kubernetes/base && umask 077 && mkdir secrets": A_CLUSTER,
+    "openssl rand -hex 32 > secrets/cluster": A_CLUSTER,
+    'docker run --rm --user "$(id -u)" -v "$PWD/secrets:/secrets:ro" pdserve:local router-key --cluster-secret-file /secrets/cluster > secrets/router': A_CLUSTER,  # noqa: E501
+    "openssl rand -hex 32 | tr -d '\\n' > secrets/metrics-key": A_CLUSTER,
+    'echo "first-user $(openssl rand -hex 32)" > secrets/api-keys && echo "metrics $(cat secrets/metrics-key)" >> secrets/api-keys': A_CLUSTER,  # noqa: E501
+    "openssl rand -hex 32 > secrets/admin-key": A_CLUSTER,
+    "kubectl apply -k ../overlays/cpu": A_CLUSTER,
+    "kubectl -n pdserve rollout status deployment/pdserve-router": A_CLUSTER,
+    "kubectl -n pdserve port-forward service/pdserve 8000:80 &": A_CLUSTER,
+    'curl -N http://127.0.0.1:8000/generate -H "Authorization: Bearer $(sed -n \'s/^first-user //p\' secrets/api-keys)" -d \'{"text": "The capital of France is", "stream": true}\'': A_CLUSTER,  # noqa: E501
+    "kubectl -n pdserve get pods -o wide": A_CLUSTER,
+    "kubectl -n pdserve logs pdserve-prefill-0 --previous": A_CLUSTER,
+    "python -m venv /tmp/checks && /tmp/checks/bin/pip install checkov kubernetes-validate": A_CLUSTER,
+    "kubectl kustomize docker/kubernetes/overlays/cpu > /tmp/cpu.yaml": A_CLUSTER,
+    "/tmp/checks/bin/kubernetes-validate --strict --kubernetes-version 1.30.0 /tmp/cpu.yaml": A_CLUSTER,
+    "/tmp/checks/bin/checkov -f /tmp/cpu.yaml --framework kubernetes --compact --quiet --skip-download": A_CLUSTER,
+}
 """Command lines that no test runs, and why."""
 
 
