@@ -52,6 +52,25 @@ def exchange(own: Tensor, table: int, rank: int, dim: int) -> Tensor:
     return torch.cat(Table.tables[table].exchange(own.clone(), rank), dim)
 
 
+def look_up_one_at_a_time(kind: Any) -> None:
+    """Let a thread that looks up an operator or one of its overloads in a ``kind`` wait while another one does.
+
+    Torch makes it at the first look, and keeps one alone. With a dispatch mode, an operation has a borrowed reference
+    to the one that it made. If another thread has made it again meanwhile, that is freed memory.
+    """
+    make, lock = kind.__getattr__, threading.RLock()
+
+    def find(self: Any, name: str) -> Any:
+        with lock:
+            return vars(self)[name] if name in vars(self) else make(self, name)
+
+    kind.__getattr__ = find
+
+
+look_up_one_at_a_time(type(torch.ops.aten))
+look_up_one_at_a_time(type(torch.ops.aten.add))
+
+
 class ThreadGroup:
     """``RankGroup`` of threads."""
 
