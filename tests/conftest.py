@@ -65,7 +65,7 @@ TOGETHER = {
 QUARTERS = 4
 CAMPAIGN_SECONDS = 900.0
 """Slow tests with this limit or a longer one are campaigns, of up to an hour: ``--slow-quarter`` leaves them out."""
-SLOW_MINUTES = 30.0
+SLOW_MINUTES = 15.0
 """``--slow-quarter`` begins no slow test later than this: the whole run has to end within CI's time."""
 LEVEL = "kernels_level"
 """Property of a test that ran the kernels at another level than this process: the level's name."""
