@@ -37,6 +37,9 @@ except BuildError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 TOKENS = 512
+SUMS_APART = 4e-5
+"""Largest difference of float32 logits if sums are made in another order. Builds for the sanitizers reach 2.3e-5, since
+the compiler fuses other multiplications with additions there."""
 
 
 def divisible(spec: ModelSpec, heads: int = 8, kv_heads: int = 4) -> ModelSpec:
@@ -144,7 +147,7 @@ def test_ranks_compute_what_one_computes(name: str, size: int, threads: int) -> 
     model = make_model(SHARED[name], torch.float32)
     alone, ranks = Engine(model, 1), make_ranks(model, size, threads)
     for entries in PASSES:
-        assert_same(run_all(ranks, entries), alone.run(entries), 2e-5)
+        assert_same(run_all(ranks, entries), alone.run(entries), SUMS_APART)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 1, 2), (8, 2, 4), (6, 2, 2)])
@@ -152,7 +155,7 @@ def test_fewer_kv_heads_than_ranks(heads: int, kv_heads: int, size: int) -> None
     model = make_model(divisible(SPECS["plain"], heads, kv_heads), torch.float32)
     alone, ranks = Engine(model, 1), make_ranks(model, size)
     for entries in PASSES:
-        assert_same(run_all(ranks, entries), alone.run(entries), 2e-5)
+        assert_same(run_all(ranks, entries), alone.run(entries), SUMS_APART)
 
 
 @pytest.mark.parametrize("kv_dtype", LARGEST)
@@ -240,7 +243,7 @@ def test_logits_of_a_long_prompt_leave_no_memory_behind() -> None:
     model = make_model(replace(SHARED["plain"], vocab_size=5000), torch.float32)
     alone, ranks = Engine(model, 1), make_ranks(model, 2)
     for entries in ([(0, 0, 400)], [(0, 400, 1), (1, 0, 95)], [(1, 95, 97)]):
-        assert_same(run_all(ranks, entries), alone.run(entries), 2e-5)
+        assert_same(run_all(ranks, entries), alone.run(entries), SUMS_APART)
     group = ranks[0].ranks.group
     assert group.fd is not None
     parts, slices = 2 * 2 * TOKENS * 96 * 4, 2 * 96 * 5000 * 4
@@ -334,7 +337,7 @@ def test_ranks_are_processes(tmp_path: Path) -> None:
         pool = Engine.make_pool(spec, torch.float32, pool_file)
         leader = Engine(part_of(model, own), 1, pool=of_heads(pool, own), ranks=Ranks(own, group))
         for entries in PASSES:
-            assert_same(leader.run(entries), alone.run(entries), 2e-5)
+            assert_same(leader.run(entries), alone.run(entries), SUMS_APART)
         assert follower.wait(limit(20)) == 0
     finally:
         if follower.poll() is None:
