@@ -94,7 +94,7 @@ def test_where_nothing_goes_wrong_nothing_fails(modes, rules, window) -> None:
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
 @pytest.mark.parametrize(("seed", "window"), [(1, NO_WINDOW), (2, NO_WINDOW), (3, WINDOW)])
 def test_whatever_goes_wrong_nothing_is_lost(modes, rules, seed, window) -> None:
-    campaign = Campaign(seed, modes, faults=8, window=window, **rules)
+    campaign = Campaign(seed, modes, faults=12, window=window, **rules)
     campaign.run(200, rate=15.0)
     assert campaign.outcomes["finished"] > 80
     assert campaign.faults.total() > 5
@@ -373,7 +373,10 @@ def test_mistakes_with_sizes_are_found(mistake, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_a_lost_write_that_is_taken_for_a_failed_one_is_found(monkeypatch) -> None:
-    """Its pages would be given to others while it may still land."""
+    """Its pages would be given to others while it may still land.
+
+    Moves put other requests into those pages soon.
+    """
     poll = SimBackend.poll
 
     def sure(self, handle):
@@ -384,7 +387,7 @@ def test_a_lost_write_that_is_taken_for_a_failed_one_is_found(monkeypatch) -> No
 
     def many() -> None:
         for seed in range(1, 60):
-            Campaign(seed, EQUALS, faults=60, hostile=True).run(1000, rate=60.0)
+            Campaign(seed, EQUALS, faults=60, moves=30, hostile=True).run(1000, rate=60.0)
 
     with pytest.raises(Violation, match="wrong KV was used"):
         many()
