@@ -25,6 +25,8 @@ reported the lowest time last.
 """
 FAILURE_ANSWERS = 2.0
 """Running answers that a recent failure counts as."""
+SIMILAR_FAILURES = 2.0, 0.5
+"""Factor and sum by which an instance may have more recent failures than another and still take turns with it."""
 
 Cost = Callable[[Instance], float]
 
@@ -80,6 +82,24 @@ def cost_for(role: Role, candidates: Sequence[Instance], prompt_tokens: int) -> 
     if not is_reported:
         return lambda instance: work(instance) + size * _failed_answers(instance)
     return lambda instance: (work(instance) + size * (1.0 + _failed_answers(instance))) * (instance.decode_ms or 0.0)
+
+
+def least_loaded(role: Role, candidates: Sequence[Instance], prompt_tokens: int) -> Instance:
+    """Return the candidate with the lowest cost (``cost_for``). Without requests, all are equal: return the first one.
+
+    What an instance reports is as old as its last request. If it was too high, it would never get another one while the
+    others are idle. Instances that are equal should fail similarly often, too.
+    """
+    best = min(candidates, key=cost_for(role, candidates, prompt_tokens))
+    if not _is_idle(best):
+        return best
+    factor, more = SIMILAR_FAILURES
+    most = factor * best.recent_failures.count + more
+    return next(one for one in candidates if _is_idle(one) and one.recent_failures.count <= most)
+
+
+def _is_idle(instance: Instance) -> bool:
+    return not (instance.answers or instance.prompt_tokens)
 
 
 def _token_ms(instance: Instance) -> float:

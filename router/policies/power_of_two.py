@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..facts import Facts
 from ..instance import Instance, Role
-from ..load import cost_for
+from ..load import least_loaded
 from .leg_policy import LegPolicy
 
 
@@ -19,6 +19,6 @@ class PowerOfTwoPolicy(LegPolicy):
     """
 
     def choose_leg(self, role: Role, candidates: Sequence[Instance], facts: Facts) -> Instance:
-        """Return the one with the lower cost (``load.cost_for``) of two random candidates."""
+        """Return the less loaded one (``load.least_loaded``) of two random candidates."""
         drawn = random.sample(candidates, 2) if len(candidates) > 1 else candidates
-        return min(drawn, key=cost_for(role, drawn, facts.prompt_tokens))
+        return least_loaded(role, drawn, facts.prompt_tokens)

@@ -162,6 +162,33 @@ def test_a_slower_worker_gets_less():
     assert places.count(fast) == 9
 
 
+@pytest.mark.parametrize(("policy", "requests"), [("least_load", 12), ("power_of_two", 400)])
+@pytest.mark.parametrize("pairs", [0, 3])
+def test_instances_without_requests_are_equal(policy, requests, pairs):
+    """A report that was wrong once is renewed by requests alone."""
+    fleet = make_fleet(policy, workers=0 if pairs else 3, pairs=pairs)
+    for instance, failures in zip(fleet.instances, [20, 14, 11] * 2, strict=False):
+        report(instance, token_ms=10.0 + failures)
+        for _ in range(failures):
+            instance.recent_failures.add()
+    for legs in zip(*(choose(fleet) for _ in range(requests)), strict=True):
+        counts = Counter(legs)
+        assert len(counts) == 3
+        assert min(counts.values()) >= requests / 4
+
+
+def test_a_busy_instance_that_is_fast_comes_before_a_slow_one_without_requests():
+    fleet = make_fleet("least_load", workers=3)
+    fast, *slow = fleet.instances
+    for instance in slow:
+        report(instance, token_ms=50)
+    report(fast, token_ms=5)
+    fast.answers = 1
+    assert {choose(fleet) for _ in range(6)} == {("w0",)}
+    fast.answers = 20
+    assert {choose(fleet) for _ in range(6)} == {("w1",), ("w2",)}
+
+
 @pytest.mark.parametrize("pairs", [0, 2])
 @pytest.mark.parametrize("reported_ms", [None, 1.0, 0.0])
 def test_an_instance_that_refused_or_failed_gets_less_but_some(pairs, reported_ms):
