@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from ..messages.error_codes import INSTANCE_FAILED
 from ..runtime.web.client.client import Body, HttpClient
+from ..runtime.web.client.response import ClientResponse
 from ..runtime.web.errors import error_status
 from ..runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET, Ticket, read_ticket
 from ..runtime.web.sse import StreamFormat
 from .client_answer import ClientAnswer
 from .errors import InstanceAnsweredError, InstanceCrashedError, MovedAwayError, RouterError, error_of, parse_error
 from .fleet import Fleet
-from .headers import CONTENT_TYPE, Headers, passed_back
+from .headers import CONTENT_LENGTH, CONTENT_TYPE, Headers, passed_back
 from .instance import Instance
 from .leg import Leg, LegLimits
 from .quarantine import Quarantine, digest_of
@@ -36,6 +37,16 @@ UNCACHED = (b"cache-control", b"no-cache")
 CAN_FOLLOW = (FOLLOW, b"1")
 
 
+HELD_BYTES = 256 << 10
+"""Bytes that the router holds of an answer that does not stream. Up to its end, the request can be retried.
+
+Of a longer one it passes on the rest as it arrives. So a client that reads slowly holds memory of the instance, which
+has limits for that, and not of the router.
+"""
+MAX_HELD_BYTES = 256 << 20
+"""Maximum of such bytes in all. Beyond it, answers are passed on as they arrive from their first byte."""
+
+
 class AnswerRelay:
     """Sender of requests to single instances, and of their answers to the clients."""
 
@@ -44,6 +55,8 @@ class AnswerRelay:
         self._client = client
         self._limits = limits
         self._quarantine = quarantine
+        self._held = 0
+        """Bytes of answers that clients have not read."""
 
     @contextlib.asynccontextmanager
     async def leg(self, instance: Instance, request: RoutedRequest) -> AsyncIterator[Leg]:
@@ -58,6 +71,14 @@ class AnswerRelay:
         except InstanceCrashedError:
             self._quarantine.record(await digest_of(request.body.raw), instance.url, begun_at)
             raise
+
+    @contextlib.contextmanager
+    def _holding(self, size: int) -> Iterator[None]:
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
 
     async def pass_on(
         self,
@@ -116,8 +137,13 @@ class AnswerRelay:
                 return ticket_in(await leg.read_all(), instance)
             back = [*([] if content_type else [UNTYPED]), *passed_back(head.headers)]
             if content_type is None or not content_type.lower().startswith(framing.media_type):
+                part, is_all = await leg.read_begin(HELD_BYTES if self._held < MAX_HELD_BYTES else 0)
                 begun()
-                await answer.whole(head.status, back, await leg.read_all())
+                if is_all:
+                    with self._holding(len(part)):
+                        await answer.whole(head.status, back, part)
+                else:
+                    await pass_on_whole(leg, head, back, answer, part)
                 return None
             if head.header(b"cache-control") is None:
                 back.append(UNCACHED)
@@ -147,6 +173,16 @@ class AnswerRelay:
                 await answer.start(head.status, back)
             await answer.finish()
             return None
+
+
+async def pass_on_whole(leg: Leg, head: ClientResponse, back: Headers, answer: ClientAnswer, part: bytes) -> None:
+    """Pass on an answer that does not stream and is too long to hold, of which ``part`` has come, as it arrives."""
+    length = head.header(CONTENT_LENGTH)
+    await answer.start_whole(head.status, [*back, (CONTENT_LENGTH, length)] if length is not None else back)
+    while part:
+        await answer.write(part)
+        part = await leg.read()
+    await answer.finish()
 
 
 def ticket_in(text: bytes, instance: Instance) -> Ticket:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import orjson
 from starlette.types import Send
 
@@ -9,6 +11,8 @@ from ..runtime.web.errors import ErrorShape, plain_error
 from ..runtime.web.sse import OPENAI_STREAM, StreamFormat
 from .errors import RouterError
 from .headers import JSON_TYPE, Headers
+
+logger = logging.getLogger(__name__)
 
 READY = b'{"status":"ready"}'
 
@@ -34,6 +38,7 @@ class ClientAnswer:
         self.sent_error = False
         """Whether an error event was passed on after the answer had started."""
         self._opened = False
+        self._is_whole = False
 
     async def start(self, status: int, headers: Headers) -> None:
         """Set ``started``, and send the answer's head unless ``keep_alive`` has sent one before."""
@@ -62,6 +67,14 @@ class ClientAnswer:
             self._opened = True
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
+    async def start_whole(self, status: int, headers: Headers) -> None:
+        """Begin an answer that does not stream, whose body comes in parts.
+
+        If ``fail`` ends it, its connection is closed without the rest.
+        """
+        self._is_whole = True
+        await self.start(status, headers)
+
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a complete answer: its head with a ``content-length``, and its body."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
@@ -70,9 +83,13 @@ class ClientAnswer:
     async def fail(self, error: RouterError) -> None:
         """Send an error, and end the answer with it.
 
-        If no head has been sent yet, the answer has the error's status and headers. Otherwise it ends with the error as
-        an event, and with the last event of the API's streams.
+        If no head has been sent yet, the answer has the error's status and headers. Otherwise a stream ends with the
+        error as an event, and with the last event of the API's streams. An answer that does not stream stays
+        incomplete, so the server closes its connection.
         """
+        if self._is_whole:
+            logger.warning("an answer ends before its last part: %s", error.message)
+            return
         body = orjson.dumps(self._error_shape(error.fields()))
         if self._opened:
             await self.finish(self.stream_format.end_with_error(body))
@@ -82,6 +99,14 @@ class ClientAnswer:
 
 class ReadyAnswer(ClientAnswer):
     """The answer to a health check that generates a token: the state, not the text."""
+
+    async def start_whole(self, status: int, headers: Headers) -> None:
+        """Begin an answer that does not stream, whose body comes in parts.
+
+        If ``fail`` ends it, its connection is closed without the rest.
+        """
+        self._is_whole = True
+        await self.start(status, headers)
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Send ``READY`` in place of a successful answer (2xx). Send any other answer as it is."""

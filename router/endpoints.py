@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -149,8 +150,13 @@ class ControlEndpoints:
         or is taken out meanwhile. Raises ``NoInstanceError``, and ``InstanceSilentError`` if one takes too long.
         """
         body = await self._bodies.read(request) if request.method == "POST" else b""
-        with self._bodies.hold(len(body), Caller.of(request.scope).name):
-            return await self._ask_one(request, body)
+        key = Caller.of(request.scope).name
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._bodies.hold(len(body), key))
+            response = await self._ask_one(request, body)
+            # The client may read it slowly.
+            held.enter_context(self._bodies.hold(len(response.body), key))
+            return HeldResponse(response, held.pop_all())
 
     async def _ask_one(self, request: Request, body: bytes) -> Response:
         answers_clients = (Role.UNIFIED, Role.DECODE, Role.PREFILL)
@@ -303,6 +309,18 @@ def refusal(answers: list[ControlAnswer]) -> Response | None:
         if not answer.ok:
             return answer_of(answer)
     return None
+
+
+class HeldResponse(Response):
+    """A response whose bytes are counted in ``held`` until it is sent."""
+
+    def __init__(self, response: Response, held: contextlib.ExitStack) -> None:
+        self._response = response
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await self._response(scope, receive, send)
 
 
 def answer_of(answer: ControlAnswer) -> Response:

@@ -24,6 +24,7 @@ WELL_FORMED = {
 """Syntax of the W3C Trace Context headers. Malformed ones are dropped, as the specification demands."""
 MAX_VALUE_BYTES = 8192
 """Longest value of a forwarded header. Longer ones are dropped: an instance limits the size of a request's head."""
+CONTENT_LENGTH = b"content-length"
 CONTENT_TYPE = b"content-type"
 PASSED_BACK = frozenset(
     {

@@ -1,6 +1,6 @@
 """One request to one instance.
 
-    created ──open()──▶ answered 2xx ──next_events() | read_all() | discard()──▶ done
+    created ──open()──▶ answered 2xx ──next_events() | read_all() | read_begin(), read() | discard()──▶ done
        └────────┴── any failure raises ──┴── leaving the block drops the connection, which aborts the request there
 
 An answer's bytes are passed on unchanged: nothing is decompressed, and events are not parsed, only kept whole.
@@ -32,9 +32,8 @@ from .fleet import Fleet
 from .headers import Headers, passed_back
 from .instance import Instance
 
-MAX_WHOLE_BYTES = 1 << 28
-"""Maximum length of an answer that does not stream: the router holds it until its end. What an instance allows one
-request by default (``--max-logprobs-per-request``) is about an eighth of it."""
+MAX_WHOLE_BYTES = 1 << 24
+"""Maximum length of an error or of a ticket."""
 
 
 class LegLimits(NamedTuple):
@@ -149,7 +148,7 @@ class Leg:
         self._renewal = loop.call_later(seconds / 2, self._renew_while_alive, deadline)
 
     async def read_all(self) -> bytes:
-        """Wait for the whole answer and return its body. The request can be retried elsewhere until its end.
+        """Wait for all of an error or of a ticket, and return it.
 
         Raises ``InstanceGoneError``, ``InstanceSilentError`` or ``AnswerTooLongError``.
         """
@@ -157,19 +156,38 @@ class Leg:
             return await self._begun.read_all(MAX_WHOLE_BYTES)
         except AnswerTooLong:
             raise AnswerTooLongError(
-                f"the answer of {self.instance} is longer than {MAX_WHOLE_BYTES} bytes; ask for a stream, for fewer "
-                "log-probabilities, or for fewer answers at a time"
+                f"{self.instance} sent an error or a ticket of more than {MAX_WHOLE_BYTES} bytes"
             ) from None
         except (ClientError, TimeoutError) as exc:
             raise self._broken(exc) from exc
 
-    async def discard(self) -> None:
-        """Wait for the answer's end, and keep nothing of it. Raises ``InstanceGoneError``, ``InstanceSilentError``."""
+    async def read_begin(self, most: int) -> tuple[bytes, bool]:
+        """Wait for the whole answer, or for more than ``most`` bytes of it; return that, and whether it is all.
+
+        Raises ``InstanceGoneError`` or ``InstanceSilentError``.
+        """
+        parts, size = list[bytes](), 0
+        while size <= most and (part := await self.read()):
+            parts.append(part)
+            size += len(part)
+        return b"".join(parts), size <= most
+
+    async def read(self) -> bytes:
+        """Wait for the next part of the answer, and return it; b"" at the end.
+
+        Raises ``InstanceGoneError`` or ``InstanceSilentError``.
+        """
         try:
-            while await self._begun.read():
-                self.instance.heard_at = time.monotonic()
+            part = await self._begun.read()
         except (ClientError, TimeoutError) as exc:
             raise self._broken(exc) from exc
+        self._spoke_at = self.instance.heard_at = time.monotonic()
+        return part
+
+    async def discard(self) -> None:
+        """Wait for the answer's end, and keep nothing of it. Raises ``InstanceGoneError``, ``InstanceSilentError``."""
+        while await self.read():
+            pass
 
     async def next_events(self) -> bytes:
         """Wait for the next events of a stream, and return them, always whole; b"" at the end of the answer.

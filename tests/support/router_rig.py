@@ -152,6 +152,18 @@ class FakeInstance:
             self.flooded += 1
         self.chunk(writer, b"")
 
+    async def do_long(self, seen, reader, writer):
+        """Send 64 MiB that are no stream, or half of it if the request says that it ``breaks``."""
+        size = FLOOD_EVENTS * len(FLOOD_EVENT)
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+        writer.write(head.encode())
+        while self.flooded < FLOOD_EVENTS // (2 if seen.body.get("breaks") else 1):
+            writer.write(FLOOD_EVENT)
+            await writer.drain()
+            self.flooded += 1
+        if seen.body.get("breaks"):
+            writer.close()
+
     async def do_move(self, seen, reader, writer):
         """Begin an answer, and move the request to ``follower``. A client with the ticket gets the rest there."""
         ticket = {

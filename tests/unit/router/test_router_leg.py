@@ -293,7 +293,7 @@ def test_an_event_that_never_ends_is_not_collected() -> None:
     assert isinstance(leg.error, InstanceCrashedError)
 
 
-def test_a_whole_answer_has_a_limit_and_no_instance_is_blamed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_has_a_limit_and_no_instance_is_blamed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leg_module, "MAX_WHOLE_BYTES", 10)
 
     async def read(pieces: list[bytes | Exception]) -> tuple[bytes, HealthState]:
@@ -313,4 +313,4 @@ def test_a_whole_answer_has_a_limit_and_no_instance_is_blamed_for_it(monkeypatch
     with pytest.raises(AnswerTooLongError) as refused:
         asyncio.run(read([b"12345", b"67890", b"1"]))
     assert (refused.value.status, refused.value.retryable, refused.value.blames_no_instance) == (502, False, True)
-    assert "longer than 10 bytes" in refused.value.message
+    assert "more than 10 bytes" in refused.value.message

@@ -2,8 +2,11 @@
 
 import asyncio
 
+import httpx
 import pytest
 from support.router_rig import FLOOD_EVENT, FLOOD_EVENTS, generate, scenario
+
+from pdserve.router import answer_relay
 
 
 @pytest.mark.parametrize("status", [200, 418])
@@ -75,20 +78,39 @@ async def test_a_question_may_be_asked_by_head(rig):
     assert ("GET", "/v1/models", b"") in w.questions
 
 
+@pytest.mark.parametrize(("script", "streams"), [("flood", True), ("long", False)])
+@pytest.mark.parametrize("held", [0, answer_relay.MAX_HELD_BYTES])
+def test_a_slow_reader_holds_up_its_instance_alone(script, streams, held, monkeypatch):
+    monkeypatch.setattr(answer_relay, "MAX_HELD_BYTES", held)
+
+    @scenario()
+    async def run(rig):
+        w1, w2 = await rig.instance(script), await rig.instance()
+        client = await rig.route(worker=[w1, w2])
+        async with client.stream("POST", "/generate", json={"text": "x", "stream": streams}) as response:
+            before, turns = -1, 0
+            while turns < 200 and w1.flooded < FLOOD_EVENTS:
+                turns = turns + 1 if w1.flooded == before else 0
+                before = w1.flooded
+                await asyncio.sleep(0)
+            # What lies in sockets and buffers on the way, and no more.
+            assert w1.flooded < FLOOD_EVENTS / 2
+            assert (await generate(client)).json()["text"] == "ab"
+            size = 0
+            async for data in response.aiter_raw():
+                size += len(data)
+        assert size == FLOOD_EVENTS * len(FLOOD_EVENT)
+
+    run()
+
+
 @scenario()
-async def test_a_slow_reader_holds_up_its_instance_alone(rig):
-    w1, w2 = await rig.instance("flood"), await rig.instance()
-    client = await rig.route(worker=[w1, w2])
-    async with client.stream("POST", "/generate", json={"text": "x", "stream": True}) as response:
-        before, turns = -1, 0
-        while turns < 200 and w1.flooded < FLOOD_EVENTS:
-            turns = turns + 1 if w1.flooded == before else 0
-            before = w1.flooded
-            await asyncio.sleep(0)
-        # What lies in sockets and buffers on the way, and no more.
-        assert w1.flooded < FLOOD_EVENTS / 2
-        assert (await generate(client)).json()["text"] == "ab"
-        size = 0
-        async for data in response.aiter_raw():
-            size += len(data)
-    assert size == FLOOD_EVENTS * len(FLOOD_EVENT)
+async def test_a_long_answer_that_breaks_off_is_incomplete_at_the_client(rig):
+    client = await rig.route(worker=[await rig.instance("long")])
+    async with client.stream("POST", "/generate", json={"text": "x", "breaks": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-length"] == str(FLOOD_EVENTS * len(FLOOD_EVENT))
+        with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+            async for _ in response.aiter_raw():
+                pass
+    assert (await client.get("/livez")).status_code == 200
