@@ -68,7 +68,7 @@ class ClientAnswer:
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def start_whole(self, status: int, headers: Headers) -> None:
-        """Begin an answer that does not stream, whose body comes in parts.
+        """Begin an answer that does not stream and comes in parts.
 
         If ``fail`` ends it, its connection is closed without the rest.
         """
@@ -99,14 +99,6 @@ class ClientAnswer:
 
 class ReadyAnswer(ClientAnswer):
     """The answer to a health check that generates a token: the state, not the text."""
-
-    async def start_whole(self, status: int, headers: Headers) -> None:
-        """Begin an answer that does not stream, whose body comes in parts.
-
-        If ``fail`` ends it, its connection is closed without the rest.
-        """
-        self._is_whole = True
-        await self.start(status, headers)
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Send ``READY`` in place of a successful answer (2xx). Send any other answer as it is."""

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_PAUSE = 0.05
 """Seconds before a retry: time for a dropped leg's abort to arrive, so that the same rid is free again."""
+UNSEEN_SECONDS = 10.0
+"""Seconds for which a prompt counts as waiting if its answer does not stream: when it was computed can't be seen."""
 
 
 class Dispatcher:
@@ -187,6 +189,12 @@ class Dispatcher:
 
     async def _serve_alone(self, answering: Answering, request: RoutedRequest, answer: ClientAnswer) -> None:
         """Have one instance compute the prompt and the answer, which goes to the client. Raises ``RouterError``."""
-        with Computing(answering.instance, request.body.prompt_tokens) as computing:
-            # The prompt is computed when the answer begins. An answer that does not stream only shows its end.
-            await self._relay.pass_on(answering, request, request.body.raw, answer, computing.done)
+        body = request.body
+        with Computing(answering.instance, body.prompt_tokens, body.batch_size or 1) as computing:
+            timer = asyncio.get_running_loop().call_later(UNSEEN_SECONDS, computing.done) if not body.stream else None
+            try:
+                # The prompt is computed when the answer begins.
+                await self._relay.pass_on(answering, request, body.raw, answer, computing.done)
+            finally:
+                if timer is not None:
+                    timer.cancel()

@@ -312,7 +312,7 @@ def refusal(answers: list[ControlAnswer]) -> Response | None:
 
 
 class HeldResponse(Response):
-    """A response whose bytes are counted in ``held`` until it is sent."""
+    """A response that counts as held until it is sent: then ``held`` is closed."""
 
     def __init__(self, response: Response, held: contextlib.ExitStack) -> None:
         self._response = response

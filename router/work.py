@@ -6,13 +6,16 @@ from typing import Self
 
 from .instance import Instance
 
+MAX_ANSWERS = 64
+"""Maximum number of answers that one request counts as: few of a larger batch run at a time, and most may end early."""
+
 
 class Answering:
     """Count of requests that decode at an instance, or at the one that they migrate to, until the block ends."""
 
     def __init__(self, instance: Instance, count: int = 1) -> None:
         self.instance = instance
-        self._count = count
+        self._count = min(count, MAX_ANSWERS)
 
     def __enter__(self) -> Self:
         self.instance.answers += self._count
@@ -39,10 +42,12 @@ class Computing:
     def __init__(self, instance: Instance, tokens: int, count: int = 1, *, for_decode: bool = False) -> None:
         """Count ``count`` prompts of ``tokens`` tokens in all.
 
-        ``for_decode``: their KV goes to another instance, which decodes.
+        The tokens are the client's to choose, or a guess. At most as many are counted as the instance reports that
+        prompts may have. ``for_decode``: their KV goes to another instance, which decodes.
         """
         self._instance = instance
-        self._tokens = tokens
+        pace = instance.report.pace
+        self._tokens = min(tokens, count * pace.max_tokens) if pace is not None and pace.max_tokens else tokens
         self._for_decode = for_decode
         self._count = count
         self._add(1)

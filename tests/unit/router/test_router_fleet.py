@@ -6,12 +6,12 @@ import pytest
 
 from pdserve.router.facts import Facts
 from pdserve.router.fleet import Fleet
-from pdserve.router.instance import HealthState, Role
+from pdserve.router.instance import HealthReport, HealthState, ReportedPace, Role
 from pdserve.router.options import RouterOptions
 from pdserve.router.policies.registry import POLICIES
 from pdserve.router.request_body import RequestBody
 from pdserve.router.targets import Pair, legs
-from pdserve.router.work import Computing
+from pdserve.router.work import MAX_ANSWERS, Answering, Computing
 from pdserve.runtime.web.apis import path_table
 from pdserve.runtime.web.paths import Server
 
@@ -130,6 +130,16 @@ def test_a_prompt_counts_until_it_is_computed():
         computing.done()
         assert (prefill.prompt_tokens, worker.prompt_tokens) == (30, 0)
     assert (prefill.prompt_tokens, worker.prompt_tokens) == (0, 0)
+
+
+def test_what_a_client_sends_counts_for_no_more_than_it_can_take():
+    (worker,) = make_fleet(prefill=0, decode=0, worker=1).instances
+    with Computing(worker, 10**6):
+        assert worker.prompt_tokens == 10**6  # its limit is unknown
+    worker.learn(HealthReport(pace=ReportedPace(10.0, 10.0, 1.0, 0.0, 4096)))
+    with Computing(worker, 10**6), Computing(worker, 10**6, 3), Answering(worker, 2000), Answering(worker, 5):
+        assert (worker.prompt_tokens, worker.answers) == (4 * 4096, MAX_ANSWERS + 5)
+    assert (worker.prompt_tokens, worker.answers) == (0, 0)
 
 
 @pytest.mark.parametrize("found", ["by a check", "by a request"])

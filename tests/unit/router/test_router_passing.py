@@ -6,7 +6,7 @@ import httpx
 import pytest
 from support.router_rig import FLOOD_EVENT, FLOOD_EVENTS, generate, scenario
 
-from pdserve.router import answer_relay
+from pdserve.router import answer_relay, dispatcher
 
 
 @pytest.mark.parametrize("status", [200, 418])
@@ -110,7 +110,34 @@ async def test_a_long_answer_that_breaks_off_is_incomplete_at_the_client(rig):
     async with client.stream("POST", "/generate", json={"text": "x", "breaks": True}) as response:
         assert response.status_code == 200
         assert response.headers["content-length"] == str(FLOOD_EVENTS * len(FLOOD_EVENT))
-        with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+        with pytest.raises(httpx.RemoteProtocolError, match="without sending complete"):
             async for _ in response.aiter_raw():
                 pass
     assert (await client.get("/livez")).status_code == 200
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_prompt_whose_end_is_not_seen_counts_for_a_time(streams, monkeypatch):
+    monkeypatch.setattr(dispatcher, "UNSEEN_SECONDS", 0.0)
+
+    @scenario()
+    async def run(rig):
+        instance = await rig.instance("hang")
+        client = await rig.route(worker=[instance])
+        asked = asyncio.create_task(generate(client, stream=streams))
+        while not instance.requests:
+            await asyncio.sleep(0)
+
+        async def counted():
+            [one] = (await client.get("/server_info")).json()["instances"]
+            assert one["in_flight"] == 1
+            return one["prompt_tokens"]
+
+        if streams:
+            assert await counted()
+        else:
+            while await counted():
+                pass
+        asked.cancel()
+
+    run()
