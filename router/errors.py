@@ -113,7 +113,7 @@ class InstanceCrashedError(InstanceGoneError):
 
 
 class AnswerTooLongError(RouterError):
-    """A whole answer is longer than the router holds. Another instance would answer the same."""
+    """A whole answer, or one event, is longer than the router holds. Another instance would answer the same."""
 
     status = 502
     code = "answer_too_long"
@@ -138,6 +138,19 @@ class InstanceSilentError(RouterError):
 
     status = 504
     kind = "timeout_error"
+    blames_no_instance = True
+
+
+class SlowClientError(RouterError):
+    """An instance ended an answer, or was lost, after the router had not read from it because its client did not read.
+
+    An instance has a limit for clients that do not read, and to the instance the router is the client. So this says
+    nothing about the instance. The answer has begun, so there is no retry.
+    """
+
+    status = 408
+    kind = "timeout_error"
+    code = "client_too_slow"
     blames_no_instance = True
 
 

@@ -26,6 +26,7 @@ from .errors import (
     InstanceSilentError,
     InstanceUnreachableError,
     RouterError,
+    SlowClientError,
     error_of,
 )
 from .fleet import Fleet
@@ -34,6 +35,12 @@ from .instance import Instance
 
 MAX_WHOLE_BYTES = 1 << 24
 """Maximum length of an error or of a ticket."""
+LONG_PAUSE_SECONDS = 1.0
+"""Pause in reading from an instance after which the end of its connection may have been caused by the client.
+
+While a client does not read, neither does the router. The instance ends connections that are not read, by its
+``--send-timeout``. What the kernel has received by then can still be read for any time.
+"""
 
 
 class LegLimits(NamedTuple):
@@ -175,13 +182,13 @@ class Leg:
     async def read(self) -> bytes:
         """Wait for the next part of the answer, and return it; b"" at the end.
 
-        Raises ``InstanceGoneError`` or ``InstanceSilentError``.
+        Raises ``InstanceGoneError``, ``InstanceSilentError`` or ``SlowClientError``.
         """
         try:
             part = await self._begun.read()
         except (ClientError, TimeoutError) as exc:
             raise self._broken(exc) from exc
-        self._spoke_at = self.instance.heard_at = time.monotonic()
+        self._spoke_at = self._heard_now()
         return part
 
     async def discard(self) -> None:
@@ -192,13 +199,17 @@ class Leg:
     async def next_events(self) -> bytes:
         """Wait for the next events of a stream, and return them, always whole; b"" at the end of the answer.
 
-        Raises ``InstanceGoneError`` or ``InstanceSilentError``, and drops half an event, if the answer breaks off.
+        Raises ``InstanceGoneError``, ``InstanceSilentError`` or ``SlowClientError``, and drops half an event, if the
+        answer breaks off. Raises ``AnswerTooLongError`` for an event that is longer than the router holds.
         """
         try:
             while data := await self._begun.read():
                 self._hear(data)
                 if whole := self._events.whole(data):
                     return whole
+        except AnswerTooLong as exc:
+            # The client may have asked for that much.
+            raise AnswerTooLongError(f"{self.instance} sent {exc}") from None
         except (ClientError, TimeoutError) as exc:
             raise self._broken(exc) from exc
         part = self._events.rest()
@@ -209,18 +220,37 @@ class Leg:
 
         Raises ``InstanceSilentError`` if there was nothing else for too long.
         """
-        now = self.instance.heard_at = time.monotonic()
+        now = self._heard_now()
         if not self._format.is_keep_alive(data):
             self._patience, self._spoke_at = self._limits.idle, now
         elif now - self._spoke_at > self._patience:
             raise self._silent(self._patience, "said nothing but that it is alive")
+
+    def _heard_now(self) -> float:
+        """Return the time (``time.monotonic()``), and note it as the instance's ``heard_at`` if it sent something now.
+
+        After a long pause, what is read may have waited in the kernel since before the instance hung.
+        """
+        now = time.monotonic()
+        if not self._has_paused:
+            self.instance.heard_at = now
+        return now
+
+    @property
+    def _has_paused(self) -> bool:
+        """Whether the router did not read from the instance for long, because its client did not read."""
+        return self._answer is not None and self._answer.longest_pause >= LONG_PAUSE_SECONDS
 
     @property
     def _begun(self) -> ClientResponse:
         assert self._answer is not None, "open() comes first"
         return self._answer
 
-    def _broken(self, exc: ClientError | TimeoutError) -> InstanceGoneError | InstanceSilentError:
+    def _broken(self, exc: ClientError | TimeoutError) -> RouterError:
+        if isinstance(exc, ConnectionGone) and self._has_paused:
+            # It may have crashed all the same. The check finds that out.
+            self.instance.check_now.set()
+            return SlowClientError(f"{self.instance} ended the answer, which the client read too slowly")
         if isinstance(exc, ClientError):
             return self._gone("in the middle of its answer", exc)
         return self._silent(self._limits.idle, "went silent in the middle of its answer")

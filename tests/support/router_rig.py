@@ -152,6 +152,19 @@ class FakeInstance:
             self.flooded += 1
         self.chunk(writer, b"")
 
+    async def do_flood_and_leave(self, seen, reader, writer):
+        """Send as ``flood`` or ``long`` do, and end the connection as an instance does if its client does not read."""
+
+        async def leave():
+            await self.go_on.wait()
+            writer.transport.abort()
+
+        leaving = asyncio.create_task(leave())
+        try:
+            await (self.do_flood if seen.body.get("stream") else self.do_long)(seen, reader, writer)
+        finally:
+            leaving.cancel()
+
     async def do_long(self, seen, reader, writer):
         """Send 64 MiB that are no stream, or half of it if the request says that it ``breaks``."""
         size = FLOOD_EVENTS * len(FLOOD_EVENT)

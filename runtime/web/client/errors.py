@@ -25,4 +25,4 @@ class BadAnswer(ClientError):
 
 
 class AnswerTooLong(BadAnswer):
-    """An answer that is read whole is longer than its limit."""
+    """An answer that is read whole, or an event, is longer than its limit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..sse import EVENT_ENDS
-from .errors import BadAnswer
+from .errors import AnswerTooLong
 
 MAX_EVENT_BYTES = 64 << 20
 """Longest event. The first one of a long prompt with log-probabilities has some MiB."""
@@ -12,8 +12,8 @@ MAX_EVENT_BYTES = 64 << 20
 class EventBuffer:
     """Buffer that cuts a stream into runs of whole events. It holds the bytes of an incomplete event.
 
-    ``ends``: texts that end an event, of at most 3 bytes. Raises ``BadAnswer`` when that event exceeds ``limit`` bytes
-    (default ``MAX_EVENT_BYTES``).
+    ``ends``: texts that end an event, of at most 3 bytes. Raises ``AnswerTooLong`` when that event exceeds ``limit``
+    bytes (default ``MAX_EVENT_BYTES``).
     """
 
     def __init__(self, limit: int | None = None, ends: tuple[bytes, ...] = EVENT_ENDS) -> None:
@@ -24,7 +24,7 @@ class EventBuffer:
     def whole(self, data: bytes) -> bytes:
         """Add ``data``. Return the whole events that it completes, or b"" if there are none.
 
-        An incomplete event stays in the buffer. Raises ``BadAnswer`` if it is longer than the limit.
+        An incomplete event stays in the buffer. Raises ``AnswerTooLong`` if it is longer than the limit.
         """
         part = self._part
         # Nearly always true: an instance writes whole events.
@@ -36,7 +36,7 @@ class EventBuffer:
         whole = bytes(part[:end])
         del part[:end]
         if len(part) > self._limit:
-            raise BadAnswer(f"an event of more than {self._limit} bytes")
+            raise AnswerTooLong(f"an event of more than {self._limit} bytes")
         return whole
 
     def rest(self) -> bytes:

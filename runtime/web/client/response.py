@@ -35,6 +35,8 @@ class ClientResponse:
         self._silence = silence
         self._pieces: list[bytes] = []
         self._buffered = 0
+        self._paused_at: float | None = None
+        self._longest_pause = 0.0
         self._ended = False
         self._error: ClientError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -44,6 +46,16 @@ class ClientResponse:
     def header(self, name: bytes) -> bytes | None:
         """Return the first value of a header, None if it is missing. ``name`` is in lower case."""
         return next((value for key, value in self.headers if key == name), None)
+
+    @property
+    def longest_pause(self) -> float:
+        """Longest time for which nothing was read from the server, because the buffer was full, in seconds.
+
+        It includes a pause that has not ended. To the server, it is a client that does not read.
+        """
+        if self._paused_at is None:
+            return self._longest_pause
+        return max(self._longest_pause, asyncio.get_running_loop().time() - self._paused_at)
 
     # the connection's side, see ResponseReceiver
 
@@ -58,6 +70,8 @@ class ClientResponse:
         self._buffered += len(data)
         if self._buffered > MAX_BUFFERED:
             self._connection.pause()
+            if self._paused_at is None:
+                self._paused_at = asyncio.get_running_loop().time()
         self._wake()
 
     def take_end(self, error: ClientError | None) -> None:
@@ -92,6 +106,7 @@ class ClientResponse:
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         if self._buffered > MAX_BUFFERED:
+            self._longest_pause, self._paused_at = self.longest_pause, None
             self._connection.resume()
         self._buffered = 0
         return data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from pdserve.router.errors import (
     InstanceSilentError,
     InstanceUnreachableError,
     RouterError,
+    SlowClientError,
 )
 from pdserve.router.fleet import Fleet
 from pdserve.router.instance import HealthState
@@ -122,7 +124,15 @@ def test_a_client_that_leaves_as_its_instance_hangs_has_left():
 class Opened:
     """What came of one leg: its ``events``, the ``error`` that ended it, and what the fleet heard."""
 
-    def __init__(self, outcome: ClientResponse | Exception | None, first_byte: float = 5.0) -> None:
+    def __init__(
+        self,
+        outcome: ClientResponse | Exception | None,
+        first_byte: float = 5.0,
+        read: Callable[[Leg], Awaitable[bytes]] = Leg.next_events,
+    ) -> None:
+        self._read = read
+        self.heard: list[float] = []
+        """``heard_at`` of the instance when the answer had begun, and after each read."""
         self.fleet = Fleet(RouterOptions(worker=["http://127.0.0.1:1"]))
         [self.instance] = self.fleet.instances
         self.fleet.set_state(self.instance, HealthState.HEALTHY, "")
@@ -138,8 +148,10 @@ class Opened:
             async with Leg(client, self.fleet, self.instance, limits) as leg:
                 assert self.instance.in_flight == 1
                 await leg.open("/generate", b"{}", [], streams=True)
-                while events := await leg.next_events():
+                self.heard.append(self.instance.heard_at)
+                while events := await self._read(leg):
                     self.events.append(events)
+                    self.heard.append(self.instance.heard_at)
         except RouterError as e:
             self.error = e
 
@@ -287,10 +299,52 @@ def test_a_whole_answer_may_take_as_long_as_its_instance_is_alive(
     run_jumping(body())
 
 
-def test_an_event_that_never_ends_is_not_collected() -> None:
+def test_an_event_that_never_ends_is_not_collected_and_no_instance_is_blamed_for_it() -> None:
     leg = Opened(Scripted([A, *[b"x" * (32 << 20)] * 3]))
     assert leg.events == [A]
-    assert isinstance(leg.error, InstanceCrashedError)
+    assert isinstance(leg.error, AnswerTooLongError)
+    assert (leg.instance.state, leg.instance.failures) == (HealthState.HEALTHY, 0)
+
+
+class Unread(Scripted):
+    """An answer that was not read for ``seconds`` because its client did not read."""
+
+    def __init__(self, seconds: float, pieces: list[bytes | Exception]) -> None:
+        super().__init__(pieces)
+        self._longest_pause = seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "end", "is_of_client"),
+    [
+        (leg_module.LONG_PAUSE_SECONDS, ConnectionGone(False, OSError("reset")), True),
+        (0.5 * leg_module.LONG_PAUSE_SECONDS, ConnectionGone(False, OSError("reset")), False),
+        (leg_module.LONG_PAUSE_SECONDS, BadAnswer("not HTTP"), False),
+    ],
+)
+@pytest.mark.parametrize("by", [Leg.next_events, Leg.read])
+def test_an_answer_that_ends_after_a_client_did_not_read_says_nothing_against_the_instance(
+    by: Callable[[Leg], Awaitable[bytes]], seconds: float, end: ClientError, is_of_client: bool
+) -> None:
+    leg = Opened(Unread(seconds, [A, end]), read=by)
+    assert leg.events == [A]
+    assert type(leg.error) is (SlowClientError if is_of_client else InstanceCrashedError)
+    assert leg.instance.state is (HealthState.HEALTHY if is_of_client else HealthState.UNKNOWN)
+    assert leg.instance.failures == (0 if is_of_client else 1)
+    assert leg.instance.check_now.is_set()
+    if is_of_client:
+        assert (leg.error.retryable, leg.error.blames_no_instance) == (False, True)
+
+
+@pytest.mark.parametrize("by", [Leg.next_events, Leg.read])
+def test_what_waited_for_a_slow_client_is_no_sign_of_life(by: Callable[[Leg], Awaitable[bytes]]) -> None:
+    # The answer's head is one. It comes before anything that a client may be slow to read.
+    begun = Opened(Unread(leg_module.LONG_PAUSE_SECONDS, []), read=by).heard
+    assert len(set(begun)) == 1
+    slow = Opened(Unread(leg_module.LONG_PAUSE_SECONDS, [A, B]), read=by).heard
+    assert len(slow) == 3
+    assert len(set(slow)) == 1
+    assert len(set(Opened(Scripted([A, B]), read=by).heard)) == 3
 
 
 def test_an_error_has_a_limit_and_no_instance_is_blamed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

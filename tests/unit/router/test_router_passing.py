@@ -4,9 +4,9 @@ import asyncio
 
 import httpx
 import pytest
-from support.router_rig import FLOOD_EVENT, FLOOD_EVENTS, generate, scenario
+from support.router_rig import DONE, FLOOD_EVENT, FLOOD_EVENTS, generate, scenario
 
-from pdserve.router import answer_relay, dispatcher
+from pdserve.router import answer_relay, dispatcher, leg
 
 
 @pytest.mark.parametrize("status", [200, 418])
@@ -100,6 +100,45 @@ def test_a_slow_reader_holds_up_its_instance_alone(script, streams, held, monkey
             async for data in response.aiter_raw():
                 size += len(data)
         assert size == FLOOD_EVENTS * len(FLOOD_EVENT)
+
+    run()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("by_a_pair", [False, True])
+def test_an_instance_that_ends_an_answer_that_is_not_read_has_not_failed(by_a_pair, streams, monkeypatch):
+    monkeypatch.setattr(leg, "LONG_PAUSE_SECONDS", 1e-6)
+
+    @scenario(health_check_interval=60.0)
+    async def run(rig):
+        flood = await rig.instance("flood_and_leave")
+        client = await (rig.route([await rig.instance()], [flood]) if by_a_pair else rig.route(worker=[flood]))
+        # A second time, because the first death during a request has no consequence for it.
+        for time in (1, 2):
+            flood.flooded, before, turns = 0, -1, 0
+            flood.go_on.clear()
+            async with client.stream("POST", "/generate", json={"text": "x", "stream": streams}) as response:
+                while turns < 200:
+                    turns = turns + 1 if flood.flooded == before else 0
+                    before = flood.flooded
+                    await asyncio.sleep(0)
+                assert flood.flooded < FLOOD_EVENTS / 2
+                flood.go_on.set()
+                if streams:
+                    body = await response.aread()
+                    assert b"client_too_slow" in body[-400:]
+                    assert body.endswith(DONE)
+                else:
+                    with pytest.raises(httpx.RemoteProtocolError, match="without sending complete"):
+                        await response.aread()
+            assert len(flood.requests) == time
+            info = (await client.get("/server_info")).json()["instances"]
+            assert [(i["failures"], i["state"], i["resting_seconds"]) for i in info] == [(0, "healthy", 0)] * len(
+                rig.instances
+            )
+        # Neither is the request suspected.
+        flood.script = "ok"
+        assert (await generate(client, stream=streams)).status_code == 200
 
     run()
 

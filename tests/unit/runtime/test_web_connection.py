@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from support.jumping_loop import run_jumping
 
 from pdserve.runtime.web.client.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection, Headers
 from pdserve.runtime.web.client.errors import BadAnswer, ClientError, ConnectionGone
@@ -285,6 +286,26 @@ def test_nothing_more_is_read_while_the_reader_is_behind() -> None:
         assert connection.usable
 
     asyncio.run(body())
+
+
+def test_the_longest_time_without_reading_is_known() -> None:
+    async def body() -> None:
+        connection, _, answer = reading([])
+        connection.data_received(chunk(b"x" * MAX_BUFFERED))
+        await asyncio.sleep(5)
+        assert answer.longest_pause == 0
+        for pause, longest in ((3.0, 3.0), (7.0, 7.0), (2.0, 7.0)):
+            connection.data_received(chunk(b"y" * MAX_BUFFERED))
+            await asyncio.sleep(pause / 2)
+            connection.data_received(chunk(b"y"))  # as it may on its way into a pause
+            await asyncio.sleep(pause / 2)
+            assert answer.longest_pause == pytest.approx(longest)
+            await answer.read()
+            await asyncio.sleep(20)  # nothing comes
+            assert answer.longest_pause == pytest.approx(longest)
+            connection.data_received(chunk(b"x"))
+
+    run_jumping(body())
 
 
 def test_a_body_is_read_whole_up_to_a_limit() -> None:
