@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from ...runtime.machine.threads import refusal, restrict_thread
+
 log = logging.getLogger(__name__)
 
 WINDOW_SECONDS = 0.1
@@ -121,6 +123,8 @@ class TeamSizer:
     def __init__(self, team: Team) -> None:
         """Begin with all threads. Raises ``OSError`` if the system does not tell how long threads wait."""
         self._cpus, self._sizing = team.cpus, TeamSizing(team.capacity)
+        self._was_refused = False
+        """Whether a thread could not be moved to its cores, of which the log then has one line."""
         self._threads = [threading.get_native_id(), *map(team.system_id, range(1, team.capacity))]
         self._files: list[int] = []
         try:
@@ -156,11 +160,18 @@ class TeamSizer:
             log.info("%s: %d of them compute until the cores are free again", taken, size)
 
     def _bind(self, *, all_compute: bool) -> None:
-        """Bind each thread to its core if all compute. Else none is bound, as its core may be the one that is taken."""
+        """Bind each thread to its core if all compute. Else none is bound, as its core may be the one that is taken.
+
+        If a core has left the process's cpuset, its thread stays unbound. It then shares another thread's core, which
+        is what this object watches for.
+        """
         if self._cpus is None:
             return
         for thread, cpu in zip(self._threads, self._cpus, strict=True):
-            os.sched_setaffinity(thread, {cpu} if all_compute else set(self._cpus))
+            cores = {cpu} if all_compute else set(self._cpus)
+            if not restrict_thread(thread, cores) and not self._was_refused:
+                self._was_refused = True
+                log.warning("%s", refusal(cores))
 
     def _times(self) -> list[ThreadTime]:
         found = []

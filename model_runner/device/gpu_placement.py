@@ -9,8 +9,8 @@ all is loaded and compiled, since compilers inherit the cores of the thread that
 from __future__ import annotations
 
 import logging
-import os
 
+from ...runtime.machine.threads import place_thread
 from ...runtime.machine.topology import Machine
 from .placement import ThreadPlacement, prefer_memory_of
 
@@ -51,8 +51,7 @@ def stay_near(node: int | None, machine: Machine) -> None:
 
     Do nothing if ``node`` is None, if the host has one node, or if this process may use no core of it.
     """
-    if node is not None and (cores := cores_near(node, machine)):
-        os.sched_setaffinity(0, cores)
+    if node is not None and (cores := cores_near(node, machine)) and place_thread(0, cores):
         log.info("kernels are launched on the cores of NUMA node %d, which is the GPU's", node)
 
 

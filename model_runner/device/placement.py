@@ -38,6 +38,7 @@ from ...messages.worker import MachineUse
 from ...runtime.cpu_list import ThreadPlacementError, format_cores, parse_cpus
 from ...runtime.machine.choose_cores import ComputeCores, compute_cores, quota_note, within_quota
 from ...runtime.machine.memory import Memory
+from ...runtime.machine.threads import place_thread, set_niceness
 from ...runtime.machine.topology import Machine
 
 log = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ def confine(placement: ThreadPlacement) -> None:
     If compute threads are crowded, also tell OpenMP by an environment variable not to spin.
     """
     if placement.home != placement.allowed:
-        os.sched_setaffinity(0, placement.home)
+        place_thread(0, placement.home)
     if placement.is_crowded:
         # Torch's own threads (the reference runs on them) spin between operations unless OpenMP, which knows nothing of
         # quotas, gets this variable before it is loaded.
@@ -183,7 +184,7 @@ def confine(placement: ThreadPlacement) -> None:
 def yield_cores(nice: int) -> None:
     """Set the nice value of the calling thread, and of all that it starts later, to ``nice``; 0 changes nothing."""
     if nice:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+        set_niceness(nice)
 
 
 def prefer_memory_of(node: int) -> None:
@@ -208,7 +209,7 @@ def bind_calling_thread(placement: ThreadPlacement) -> None:
     Do nothing if threads are not bound.
     """
     if placement.cpus is not None:
-        os.sched_setaffinity(0, {placement.cpus[0]})
+        place_thread(0, {placement.cpus[0]})
 
 
 def start_torch_threads(placement: ThreadPlacement) -> list[int]:
@@ -230,7 +231,7 @@ def start_torch_threads(placement: ThreadPlacement) -> list[int]:
         raise ThreadPlacementError(f"torch started {len(pool)} threads where {placement.threads - 1} were expected")
     bound = [threading.get_native_id(), *pool]
     for thread, cpu in zip(bound, placement.cpus, strict=True):
-        os.sched_setaffinity(thread, {cpu})
+        place_thread(thread, {cpu})
     return bound
 
 
@@ -241,11 +242,11 @@ def floating(placement: ThreadPlacement) -> Iterator[None]:
     The calling thread returns to its own cores at the end; the others keep all.
     """
     own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, placement.allowed)
+    place_thread(0, placement.allowed)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, own)
+        place_thread(0, own)
 
 
 def _threads() -> set[int]:

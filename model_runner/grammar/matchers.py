@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -23,6 +22,7 @@ from ...messages.base import I32
 from ...messages.grammar import Grammar
 from ...model_files.grammar.lowering import lower
 from ...model_files.options import ModelOptions
+from ...runtime.machine.threads import place_thread, set_niceness
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -108,8 +108,9 @@ class Matchers:
         cores = os.sched_getaffinity(0)
 
         def begin(nice: int) -> None:
-            os.sched_setaffinity(threading.get_native_id(), cores)
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+            # Neither call raises. An executor takes no more work once its initializer has failed.
+            place_thread(0, cores)
+            set_niceness(nice)
 
         self._masks = ThreadPoolExecutor(1, "grammar-masks", initializer=begin, initargs=(0,))
         self._compiler = ThreadPoolExecutor(1, "grammar-compiler", initializer=begin, initargs=(COMPILER_NICE,))

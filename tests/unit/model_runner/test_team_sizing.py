@@ -147,6 +147,28 @@ def test_fewer_threads_are_bound_to_no_core_of_their_own(monkeypatch: pytest.Mon
         os.sched_setaffinity(0, before)
 
 
+def test_a_core_that_leaves_the_cpuset_does_not_end_the_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel answers EINVAL for a core that the process may not use, as for one that does not exist."""
+    before, gone = os.sched_getaffinity(0), 1000
+    first = min(before)
+    sizes = iter([1, 2, 1, 2])
+    monkeypatch.setattr(TeamSizing, "look", lambda *_: next(sizes))
+    monkeypatch.setattr(team_sizing, "LOOK_SECONDS", 0.0)
+    team = Team(2, [first, gone], adapts=True)
+    try:
+        for size in (1, 2, 1, 2):
+            team.begin_pass()
+            assert team.size == size
+            assert os.sched_getaffinity(team.system_id(1)) == {first}
+        assert os.sched_getaffinity(0) == {first}
+    finally:
+        os.sched_setaffinity(0, before)
+    [line] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert f"core {gone}" in line
+
+
 def test_a_system_that_does_not_tell_keeps_all_threads(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
