@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from ..runtime.web.keys import KeyFileError, read_key_lines
 from .errors import BenchOptionsError
 
 BackendName = Literal["pdserve", "sglang", "vllm", "openai", "llamacpp"]
@@ -27,7 +28,9 @@ class BenchOptions:
     model
         Model name to ask for; default: the first that the server's /v1/models lists. Only vllm and openai need it.
     api_key
-        Sent as "Authorization: Bearer KEY".
+        Sent as "Authorization: Bearer KEY". Other users of the host can read arguments: prefer api_key_file.
+    api_key_file
+        File with the key to send; its first one if there are several.
     extra_body
         JSON object; its fields are added to every request's body.
     dataset
@@ -107,6 +110,7 @@ class BenchOptions:
     base_url: str = "http://127.0.0.1:30000"
     model: str | None = None
     api_key: str | None = None
+    api_key_file: Path | None = None
     extra_body: str | None = None
     dataset: Literal["random", "text", "trace"] = "random"
     dataset_path: Path | None = None
@@ -153,9 +157,21 @@ class BenchOptions:
             raise BenchOptionsError(f"--dataset {self.dataset} needs --dataset-path")
         if self.dataset == "trace" and self.request_rate:
             raise BenchOptionsError("a trace has its own arrival times: use --time-scale instead of --request-rate")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise BenchOptionsError("--api-key and --api-key-file both give the key: drop --api-key")
+        self.key()
         if self.flush_cache and self.backend not in ("pdserve", "sglang"):
             raise BenchOptionsError("--flush-cache works with pdserve and sglang only")
         self._check_numbers()
+
+    def key(self) -> str | None:
+        """Return the API key to send, or None. Raises ``BenchOptionsError`` if its file can't be used."""
+        if self.api_key_file is None:
+            return self.api_key
+        try:
+            return read_key_lines("--api-key-file", self.api_key_file, is_server=False)[0].key
+        except KeyFileError as e:
+            raise BenchOptionsError(str(e)) from e
 
     def _check_numbers(self) -> None:
         for name in ("input_len", "num_prefixes", "length_scale", "burstiness", "request_timeout"):

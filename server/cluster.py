@@ -242,7 +242,7 @@ class Cluster:
         url, options = self._router.plan.url, self._options
         keys = read_keys(options)
         own_key = next(iter((*keys.users.values(), *keys.unnamed)), None)
-        key = ' -H "Authorization: Bearer $API_KEY"' if own_key else ""
+        key = ' -H @<(echo "Authorization: Bearer $API_KEY")' if own_key else ""
         body = '{"text": "The capital of France is", "sampling_params": {"max_new_tokens": 32}, "stream": true}'
         lines = [f"\n{options.model_name} is served on {url}\n"]
         headers = {"authorization": f"Bearer {own_key}"} if own_key else {}

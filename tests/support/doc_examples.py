@@ -139,7 +139,7 @@ NOT_RUN: dict[str, str] = {
     "kubectl apply -k ../overlays/cpu": A_CLUSTER,
     "kubectl -n pdserve rollout status deployment/pdserve-router": A_CLUSTER,
     "kubectl -n pdserve port-forward service/pdserve 8000:80 &": A_CLUSTER,
-    'curl -N http://127.0.0.1:8000/generate -H "Authorization: Bearer $(sed -n \'s/^first-user //p\' secrets/api-keys)" -d \'{"text": "The capital of France is", "stream": true}\'': A_CLUSTER,  # noqa: E501
+    'curl -N http://127.0.0.1:8000/generate -H @<(sed -n \'s/^first-user /Authorization: Bearer /p\' secrets/api-keys) -d \'{"text": "The capital of France is", "stream": true}\'': A_CLUSTER,  # noqa: E501
     "kubectl -n pdserve get pods -o wide": A_CLUSTER,
     "kubectl -n pdserve logs pdserve-prefill-0 --previous": A_CLUSTER,
     "python -m venv /tmp/checks && /tmp/checks/bin/pip install checkov kubernetes-validate": A_CLUSTER,

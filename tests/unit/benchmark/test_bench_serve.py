@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.runtime.exit_codes import EXIT_USAGE
 from pdserve.server.cli import app
 
 EVENT = 'data: {"meta_info": {"prompt_tokens": 8, "completion_tokens": %d, "finish_reason": %s}}\n\n'
@@ -21,6 +22,7 @@ class TinyServer:
 
     def __init__(self, fails_every: int) -> None:
         self.paths: list[str] = []
+        self.keys: set[str | None] = set()
         lock = threading.Lock()
         tiny = self
 
@@ -31,6 +33,7 @@ class TinyServer:
                 self.rfile.read(int(self.headers["content-length"]))
                 with lock:
                     tiny.paths.append(self.path)
+                    tiny.keys.add(self.headers["authorization"])
                     fails = fails_every and len(tiny.paths) % fails_every == 0
                 body = b"[oh] no" if fails else STREAM.encode()
                 self.send_response(500 if fails else 200)
@@ -94,6 +97,16 @@ def test_a_run_leaves_a_table_a_file_and_plots(
     assert server.paths.count("/flush_cache") == 2
     assert server.paths.count("/generate") == 14
     assert sorted(p.name for p in (tmp_path / "png").iterdir()) == ["latency.png", "throughput.png", "ttft_load.png"]
+
+
+def test_the_key_can_stand_in_a_file(server: TinyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "keys").write_text("# users\nfirst-user a-key\nother another-key\n")
+    assert bench(server, "--api-key-file", str(tmp_path / "keys")) == 0
+    assert server.keys == {"Bearer a-key"}
+    assert bench(server, "--api-key-file", str(tmp_path / "keys"), "--api-key", "x") == EXIT_USAGE
+    assert bench(server, "--api-key-file", str(tmp_path / "none")) == EXIT_USAGE
+    assert "drop --api-key" in (said := capsys.readouterr().err)
+    assert "none can't be read" in said
 
 
 def test_a_single_load_is_plotted_too(server: TinyServer, tmp_path: Path) -> None:

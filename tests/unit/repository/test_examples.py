@@ -6,6 +6,7 @@ Those that talk to a server are run by ``tests/e2e/test_examples.py``. Every exa
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,20 @@ def test_a_block_without_a_language_holds_no_command() -> None:
     assert not lost, "name the language of these blocks (console)"
     languages = {"", "console", "bash", "ini", "json", "python", "yaml"}
     assert {block.language for block in blocks()} <= languages, "say how it is checked"
+
+
+SHOWN = [*PAGES, ROOT / "server" / "cluster.py", *(f for f in (ROOT / "docker").rglob("*") if f.is_file())]
+"""Files that show commands to users."""
+KEY_ARGUMENT = re.compile(
+    r"""(-H|--header)[ =]?["']?(authorization|x-api-key):|--oauth2-bearer|--api-key[ =][^`,]*\$""", re.IGNORECASE
+)
+
+
+@pytest.mark.parametrize("file", SHOWN, ids=lambda file: str(file.relative_to(ROOT)))
+def test_no_example_puts_a_key_into_the_arguments_of_a_program(file: Path) -> None:
+    """Every user of the host can read them."""
+    found = [line for line in file.read_text(encoding="utf-8").splitlines() if KEY_ARGUMENT.search(line)]
+    assert not found, "write -H @<(sed 's/^/Authorization: Bearer /' FILE), see docs/security.md"
 
 
 @pytest.mark.parametrize("command", of_kind(Kind.OPTIONS), ids=named)
