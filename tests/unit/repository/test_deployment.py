@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.router_memory import router_memory
 
+from pdserve.router.options import RouterOptions
 from tests.unit.repository.test_packaging import COMPOSE, COMPOSE_CUDA, DOCKERFILES, ROOT, check_command, services_of
 
 SYSTEMD = ROOT / "docker" / "systemd"
@@ -86,6 +88,13 @@ def test_the_router_is_given_its_own_key_and_secrets_are_files(files):
 
 
 @COMPOSED
+def test_a_router_s_container_has_the_memory_that_its_limits_allow_it_to_hold(files):
+    limit = services_of(*files)["router"]["mem_limit"]
+    assert limit.endswith("g")
+    assert int(limit[:-1]) << 30 > router_memory(RouterOptions())
+
+
+@COMPOSED
 def test_no_two_containers_write_to_one_volume(files):
     writable = [
         volume.split(":")[0]
@@ -148,6 +157,9 @@ def test_a_unit_s_service_can_do_little(unit):
     assert (service["UMask"], service["LimitCORE"]) == ("0077", "0")
     assert service["SystemCallFilter"] == "@system-service"
     assert {"MemoryMax", "TasksMax", "LimitNOFILE", "RestrictAddressFamilies"} <= service.keys()
+    if unit.name == "pdserve-router.service":
+        assert service["MemoryMax"].endswith("G")
+        assert int(service["MemoryMax"][:-1]) << 30 > router_memory(RouterOptions())
 
 
 @UNITS
