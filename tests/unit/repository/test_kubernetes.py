@@ -14,6 +14,7 @@ import pytest
 import yaml
 from support.kubernetes import Manifests, Pod, command_of, in_bytes, selects
 from support.kustomize import Resource, render, without_hashes
+from support.router_memory import router_memory
 
 from pdserve.router.options import RouterOptions, parse_prefill
 from pdserve.runtime.cluster_secret import ClusterSecret, addresses
@@ -91,19 +92,24 @@ def options_of(pod: Pod, fleet: Manifests, folder: Path, rank: str = "0") -> Any
     return options
 
 
+def rank_of(pod: Pod) -> str:
+    """Return the number that a LeaderWorkerSet's controller gives a pod."""
+    return "1" if pod.component == "group-rank" else "0"
+
+
 def test_every_container_starts_with_options_that_exist(fleet: Manifests, tmp_path: Path) -> None:
     for pod in fleet.pods:
-        options = options_of(pod, fleet, tmp_path / pod.name, rank="1" if "workerTemplate" in pod.name else "0")
+        options = options_of(pod, fleet, tmp_path / pod.name, rank_of(pod))
         assert isinstance(options, RouterOptions if pod.component == "router" else ServerOptions)
-        assert options.api_key_file
-        assert options.admin_key_file
+        serves = pod.component != "group-rank"
+        assert bool(options.api_key_file) == bool(options.admin_key_file) == bool(options.cluster_secret_file) == serves
         assert not options.no_keys
     assert {pod.component for pod in fleet.pods} >= {"router", *INSTANCES}
 
 
 def test_instances_listen_where_their_containers_ports_are(fleet: Manifests, tmp_path: Path) -> None:
     for pod in fleet.pods:
-        options = options_of(pod, fleet, tmp_path / pod.name)
+        options = options_of(pod, fleet, tmp_path / pod.name, rank_of(pod))
         listening = {"http": options.port}
         if pod.component in INSTANCES:
             assert options.disaggregation_mode == pod.component
@@ -165,7 +171,7 @@ def test_instances_drain_to_prefills_that_always_exist(fleet: Manifests, tmp_pat
 
 def test_pods_have_time_to_drain(fleet: Manifests, tmp_path: Path) -> None:
     for pod in fleet.pods:
-        options = options_of(pod, fleet, tmp_path / pod.name)
+        options = options_of(pod, fleet, tmp_path / pod.name, rank_of(pod))
         command = pod.container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
         assert command[0] == "sleep"
         needed = int(command[1]) + options.drain_timeout + STOP_GRACE
@@ -235,8 +241,17 @@ def test_only_the_router_is_reached_from_outside(fleet: Manifests) -> None:
             assert fleet.reached(None, namespace, pod) == ({8000} if is_router else set())
     has_all = bool(fleet.of("PodMonitor"))
     for pod in fleet.pods:
-        from_prometheus = {8000} if has_all or pod.component == "router" else set()
-        assert fleet.reached({}, "monitoring", pod) == from_prometheus
+        from_all: set[int | str] = {8000} if pod.component == "router" else set()
+        from_prometheus = {8000} if has_all else from_all
+        assert fleet.reached({"app.kubernetes.io/name": "prometheus"}, "monitoring", pod) == from_prometheus
+        assert fleet.reached({"app.kubernetes.io/name": "other"}, "monitoring", pod) == from_all
+
+
+def test_policies_admit_pods_of_other_namespaces_and_no_whole_namespace(fleet: Manifests) -> None:
+    for policy in fleet.of("NetworkPolicy"):
+        for rule in [*policy["spec"].get("ingress", []), *policy["spec"].get("egress", [])]:
+            for peer in [*rule.get("from", []), *rule.get("to", [])]:
+                assert peer["podSelector"]["matchLabels"], policy["metadata"]["name"]
 
 
 def test_pods_reach_no_more_than_they_need(fleet: Manifests) -> None:
@@ -299,18 +314,17 @@ def test_pods_run_as_the_images_user_who_can_read_the_secrets(fleet: Manifests, 
     for pod in fleet.pods:
         context = pod.spec["securityContext"]
         assert [context[key] for key in ("runAsUser", "runAsGroup", "fsGroup")] == [int(user)] * 3
-        [mode] = [v["secret"]["defaultMode"] for v in pod.spec["volumes"] if "secret" in v]
-        assert mode == 0o440
+        modes = {v["secret"]["defaultMode"] for v in pod.spec["volumes"] if "secret" in v}
+        assert modes == (set() if pod.component == "group-rank" else {0o440})
 
 
-def test_the_router_is_given_its_own_key_and_not_the_secret(fleet: Manifests) -> None:
-    given = {
-        pod.component: set(fleet.get("Secret", volume["secret"]["secretName"])["data"])
-        for pod in fleet.pods
-        for volume in pod.spec["volumes"]
-        if "secret" in volume
-    }
+def test_pods_are_given_the_secrets_that_they_need(fleet: Manifests) -> None:
+    given: dict[str, set[str]] = {pod.component: set() for pod in fleet.pods}
+    for pod in fleet.pods:
+        for volume in (volume for volume in pod.spec["volumes"] if "secret" in volume):
+            given[pod.component] |= set(fleet.get("Secret", volume["secret"]["secretName"])["data"])
     assert given.pop("router") == {"router", "api-keys", "admin-key"}
+    assert given.pop("group-rank", set()) == set()  # it has model workers alone, which read no key
     assert all(files == {"cluster", "api-keys", "admin-key"} for files in given.values())
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
     assert "/docker/kubernetes/base/secrets/" in ignored
@@ -321,6 +335,7 @@ def test_the_product_understands_the_limits_of_instances(fleet: Manifests, tmp_p
         limits, requests = (pod.container["resources"][name] for name in ("limits", "requests"))
         if pod.component == "router":
             assert limits["memory"] == requests["memory"]
+            assert in_bytes(limits["memory"]) > router_memory(options_of(pod, fleet, tmp_path / pod.name))
             continue
         assert limits == requests  # a pod of the class Guaranteed: nothing takes its cores or memory away
         tree = SystemTree(tmp_path / pod.name / "proc", tmp_path / pod.name / "sys")
