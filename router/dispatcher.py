@@ -112,7 +112,7 @@ class Dispatcher:
     async def _attempt(self, target: Target, request: RoutedRequest, answer: ClientAnswer) -> None:
         """Send the request to ``target`` and pass its answer on. Raises ``RouterError``."""
         # The work is counted before anything is awaited, so that the next choice sees it.
-        decodes, count = target.decode if isinstance(target, Pair) else target, request.body.batch_size or 1
+        decodes, count = target.decode if isinstance(target, Pair) else target, request.body.answers
         with Attempt(self._fleet.policy, target, request.facts) as attempt, Answering(decodes, count) as answering:
             if isinstance(target, Pair):
                 await self._pair_legs.serve(target.prefill, answering, request, answer)

@@ -19,6 +19,7 @@ import orjson
 from ..runtime.web.apis import NATIVE, PATHS
 from ..runtime.web.body import MAX_PROMPTS
 from ..runtime.web.paths import AtRouter, PathFacts
+from .answer_count import ABSENT, count_answers
 from .errors import BadRequestError
 from .instance import Instance
 
@@ -35,7 +36,7 @@ STEP = 4 << 20
 """Bytes that are searched at a time."""
 UTF8_STEP = 1 << 20
 """Bytes that are decoded at a time."""
-ABSENT, NULL, EMPTY_TEXT, TRUE = msgspec.Raw(b""), msgspec.Raw(b"null"), msgspec.Raw(b'""'), msgspec.Raw(b"true")
+NULL, EMPTY_TEXT, TRUE = msgspec.Raw(b"null"), msgspec.Raw(b'""'), msgspec.Raw(b"true")
 EMPTY = re.compile(rb"\s*\{\s*\}\s*")
 LIST = re.compile(rb"\[\s*([^\s\]])")
 """Beginning of a list that is not empty."""
@@ -63,12 +64,14 @@ class _Fields(msgspec.Struct):
         return {name: value for name, value in values.items() if value not in (ABSENT, NULL)}
 
 
-PROMPT_FIELDS = sorted({name for facts in PATHS for names in facts.prompt_fields for name in names})
+PATH_FIELDS = sorted(
+    {name for facts in PATHS for names in (*facts.prompt_fields, facts.choice_fields) for name in names}
+)
 _AllFields = cast(
     "type[_Fields]",
-    msgspec.defstruct("_AllFields", [(name, msgspec.Raw, ABSENT) for name in PROMPT_FIELDS], bases=(_Fields,)),
+    msgspec.defstruct("_AllFields", [(name, msgspec.Raw, ABSENT) for name in PATH_FIELDS], bases=(_Fields,)),
 )
-"""Type of a whole body: ``_Fields``, and the fields of every path that hold what the model reads."""
+"""Type of a whole body: ``_Fields``, and the fields that paths declare."""
 
 
 class _AnyList(msgspec.Struct, array_like=True):
@@ -97,6 +100,8 @@ class RequestBody:
     """Number of prompts of a batch. None for a single prompt, and for a batch that an instance refuses."""
     prompt_tokens: int
     """Total length of the prompts: counted if they are token ids, estimated if they are text."""
+    answers: int
+    """Number of answers to all prompts, as far as it counts as load: at most ``MAX_ANSWERS``."""
     is_empty: bool
     has_rid: bool
     has_stream_options: bool
@@ -130,12 +135,14 @@ class RequestBody:
         prompts = [_Prompt.read(name, value) for name, value in given.items()]
         parts = fields.given(facts.prompt_fields.parts).values()
         streams = facts.stream_format.is_default
+        batch_size = next((prompt.batch_size for prompt in prompts if prompt.batch_size is not None), None)
         return cls(
             raw=raw,
             stream=fields.stream == TRUE or (streams and fields.stream in (ABSENT, NULL)),
-            batch_size=next((prompt.batch_size for prompt in prompts if prompt.batch_size is not None), None),
+            batch_size=batch_size,
             prompt_tokens=next((prompt.tokens for prompt in prompts if prompt.tokens), 0)
             + sum(map(_text_tokens, parts)),
+            answers=count_answers(batch_size or 1, fields.given(facts.choice_fields).values()),
             is_empty=EMPTY.fullmatch(raw) is not None,
             has_rid=fields.rid not in (ABSENT, NULL),
             has_stream_options=fields.stream_options != ABSENT,

@@ -117,10 +117,14 @@ def generate(
     rid_prefix: str = "",
     prompts: tuple[str, ...] = (),
     parts: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
 ) -> PathFacts:
-    """Declare a path that generates. ``prompts`` and ``parts`` are those of ``PromptFields``."""
+    """Declare a path that generates. ``prompts`` and ``parts`` are those of ``PromptFields``.
+
+    ``choices``: ``PathFacts.choice_fields``.
+    """
     facts = post(path, endpoint, does, AtRouter.GENERATE, rid_prefix=rid_prefix)
-    return facts._replace(prompt_fields=PromptFields(prompts, parts))
+    return facts._replace(prompt_fields=PromptFields(prompts, parts), choice_fields=choices)
 
 
 def read_prompt(
@@ -143,7 +147,11 @@ def delete(path: str, endpoint: str, does: str, at_router: AtRouter, access: Acc
 
 
 NATIVE = generate(
-    "/generate", "native.generate:generate", "generate, SGLang's native shape", prompts=("input_ids", "text")
+    "/generate",
+    "native.generate:generate",
+    "generate, SGLang's native shape",
+    prompts=("input_ids", "text"),
+    choices=("sampling_params",),
 )
 """The path with the engine's own form of bodies, as health checks send it."""
 
@@ -185,6 +193,7 @@ APIS: tuple[Api, ...] = (
             "generate, OpenAI's shape",
             rid_prefix="cmpl-",
             prompts=("prompt",),
+            choices=("n", "best_of"),
         ),
         generate(
             "/v1/chat/completions",
@@ -192,14 +201,25 @@ APIS: tuple[Api, ...] = (
             "answer a conversation, OpenAI's shape",
             rid_prefix="chatcmpl-",
             parts=("tools", "messages"),
+            choices=("n", "best_of"),
         ),
     ),
     # llama-server's
     api(
         generate(
-            "/completion", "llama.completion:completion", "complete a prompt, llama-server's shape", prompts=("prompt",)
+            "/completion",
+            "llama.completion:completion",
+            "complete a prompt, llama-server's shape",
+            prompts=("prompt",),
+            choices=("n_cmpl",),
         ),
-        generate("/completions", "llama.completion:completion", "the same as `/completion`", prompts=("prompt",)),
+        generate(
+            "/completions",
+            "llama.completion:completion",
+            "the same as `/completion`",
+            prompts=("prompt",),
+            choices=("n_cmpl",),
+        ),
         error_shape=llama_error,
         stream_format=LLAMA_STREAM,
     ),

@@ -97,6 +97,8 @@ class PathFacts(NamedTuple):
     """Headers of an answer, beside ``x-request-id``, that have the request's id."""
     prompt_fields: PromptFields = PromptFields()
     """Prompts in the bodies of a path that a router chooses instances for."""
+    choice_fields: tuple[str, ...] = ()
+    """Fields of its bodies that say how many answers a prompt gets, or objects with ``n`` and ``best_of``, which do."""
 
     @property
     def only_reads(self) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from pdserve.router.errors import BadRequestError
 from pdserve.router.instance import Instance, Role
 from pdserve.router.request_body import STEP, PairBodies, RequestBody
+from pdserve.router.work import MAX_ANSWERS
 from pdserve.runtime.web.apis import PATHS, path_table
 from pdserve.runtime.web.paths import AtRouter, Server
 
@@ -178,6 +179,45 @@ def test_a_prompts_length_is_guessed(path, fields, tokens):
     assert parsed(fields, path).prompt_tokens == tokens
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "answers"),
+    [
+        ("/v1/completions", {"prompt": "a"}, 1),
+        ("/v1/completions", {"prompt": "a", "n": 5}, 5),
+        ("/v1/completions", {"prompt": "a", "n": 5, "best_of": 7}, 7),
+        ("/v1/completions", {"prompt": ["a", "b", "c"], "n": 5}, 15),
+        ("/v1/completions", {"prompt": ["a"] * 100}, MAX_ANSWERS),
+        ("/v1/chat/completions", {"messages": [], "n": 64}, 64),
+        ("/v1/chat/completions", {"messages": [], "n": 4096}, MAX_ANSWERS),
+        ("/completion", {"prompt": "a", "n_cmpl": 3, "n": 9}, 3),
+        ("/generate", {"text": "a", "n": 9}, 1),
+        ("/generate", {"text": "a", "sampling_params": {"n": 4, "stop": ["n"]}}, 4),
+        ("/generate", {"text": ["a", "b"], "sampling_params": {"n": 4}}, 8),
+        ("/generate", {"text": ["a", "b"], "sampling_params": [{"n": 4}, {"best_of": 3}]}, 7),
+        ("/generate", {"text": ["a", "b"], "sampling_params": [{"n": 4}, 5]}, 2),
+        ("/generate", {"text": "a", "sampling_params": [{"n": 4}]}, 4),
+        ("/generate", {"text": "a", "sampling_params": [{}] * 5000}, MAX_ANSWERS),
+        ("/v1/embeddings", {"input": ["a", "b"], "n": 9}, 2),
+    ],
+)
+def test_choices_are_counted_as_answers(path, fields, answers):
+    assert parsed(fields, path).answers == answers
+
+
+@pytest.mark.parametrize(
+    ("number", "answers"),
+    [
+        *((text, 1) for text in ("true", "false", "null", '"9"', "-3", "0", "0.5", "[9]", "[]", "1e-400")),
+        *(("2.0", 2), ("0.3e1", 3), ("1e2", MAX_ANSWERS), ("1e999", MAX_ANSWERS), ("9" * 1000, MAX_ANSWERS)),
+        *(("2." + "0" * 1000, MAX_ANSWERS), ('{"n":{"n":2}}', 1), ('{"n":3}', 3), ('{"n":"x"}', 1)),
+    ],
+)
+def test_a_number_of_choices_may_be_anything(number, answers):
+    body = b'{"prompt": "a", "n": ' + number.encode() + b" }"
+    facts = path_table(Server.ROUTER).find("/v1/completions")
+    assert RequestBody.parse(body, facts=facts).answers == answers
+
+
 def test_a_prompt_nested_deeply_is_measured_all_the_same():
     deep = b'{"text": ' + b"[" * 250 + b"]" * 250 + b"}"
     assert RequestBody.parse(deep).prompt_tokens == 1
@@ -197,12 +237,23 @@ TEXT = b"a" * 4_000_000 + "\N{GRINNING FACE}".encode()
         b'{"input_ids":[' + b",".join([b"[" + IDS[:399] + b"]"] * 1000) + b"]}",
         b'{"messages":[' + OBJECTS + b"]}",
         b'{"text":"a","unknown":[' + OBJECTS + b"]}",
+        b'{"text":"a","sampling_params":[' + OBJECTS + b"]}",
         b'{"text":"a",' + NAMES + b"}",
         b'{"bootstrap_host":"evil","input_ids":[' + IDS + b"]}",
         b'{"text":"' + TEXT + b'"}',
         b'{"text":["' + TEXT + b'"]}',
     ],
-    ids=["ids", "lists of ids", "messages", "unknown", "names", "ids and a field that is left out", "text", "texts"],
+    ids=[
+        "ids",
+        "lists of ids",
+        "messages",
+        "unknown",
+        "sampling",
+        "names",
+        "ids and a field that is left out",
+        "text",
+        "texts",
+    ],
 )
 def test_no_objects_are_built_of_a_bodys_values(body):
     """They would take ten times as long, in which the event loop can't go on, and several times the memory."""
