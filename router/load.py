@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from .instance import Instance, Role
 from .targets import Pair, Target
@@ -119,22 +118,3 @@ def _failed_answers(instance: Instance) -> float:
 def work(instance: Instance) -> int:
     """Return the prompt tokens that an instance has to compute, with each running answer as ``ANSWER_TOKENS``."""
     return instance.prompt_tokens + ANSWER_TOKENS * instance.answers
-
-
-class BalanceLimits(NamedTuple):
-    """Limits within which an instance may have more requests than others, for the sake of its cache.
-
-    It exceeds them if it is above both.
-    """
-
-    absolute: int
-    """Requests that it may have more than the candidate with the fewest."""
-    relative: float
-    """Factor by which it may have more than that candidate."""
-
-    def exceeds(self, chosen: Instance, candidates: Sequence[Instance]) -> bool:
-        """Return whether ``chosen`` has too many requests, compared with the least loaded of ``candidates``."""
-        if chosen.running <= self.absolute:
-            return False
-        fewest = min(instance.running for instance in candidates)
-        return chosen.running - fewest > self.absolute and chosen.running > self.relative * fewest

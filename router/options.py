@@ -160,6 +160,11 @@ class RouterOptions(RoutingOptions, RouterTargets, AccessOptions, ResponseOption
         help="Answer /metrics and /metrics/targets without an API key. They reveal how much is used, and where.",
     )
 
+    def session_hash_key(self) -> bytes:
+        """Derive the key from the cluster secret in use; empty without one. Raises ``ClusterSecretError``."""
+        keys = RouterKeys.read(self.cluster_secret_file)
+        return keys.keys("session routing")[0] if keys is not None else b""
+
     def check(self) -> None:
         """Raise ``RouterOptionsError`` if an option is invalid, or if the options leave nothing to route to.
 

@@ -10,6 +10,15 @@ MAX_ANSWERS = 64
 """Maximum number of answers that one request counts as: few of a larger batch run at a time, and most may end early."""
 
 
+def believed_tokens(instance: Instance, tokens: int, count: int) -> int:
+    """Return how many of the ``tokens`` of ``count`` prompts count at ``instance``.
+
+    They are the client's to choose, or a guess. At most as many count as the instance reports that prompts may have.
+    """
+    pace = instance.report.pace
+    return min(tokens, count * pace.max_tokens) if pace is not None and pace.max_tokens else tokens
+
+
 class Answering:
     """Count of requests that decode at an instance, or at the one that they migrate to, until the block ends."""
 
@@ -42,12 +51,10 @@ class Computing:
     def __init__(self, instance: Instance, tokens: int, count: int = 1, *, for_decode: bool = False) -> None:
         """Count ``count`` prompts of ``tokens`` tokens in all.
 
-        The tokens are the client's to choose, or a guess. At most as many are counted as the instance reports that
-        prompts may have. ``for_decode``: their KV goes to another instance, which decodes.
+        ``for_decode``: their KV goes to another instance, which decodes.
         """
         self._instance = instance
-        pace = instance.report.pace
-        self._tokens = min(tokens, count * pace.max_tokens) if pace is not None and pace.max_tokens else tokens
+        self._tokens = believed_tokens(instance, tokens, count)
         self._for_decode = for_decode
         self._count = count
         self._add(1)

@@ -7,19 +7,19 @@ from itertools import count
 
 from ..facts import Facts
 from ..instance import Instance, Role
-from ..load import BalanceLimits, work
+from ..load import work
 from ..targets import Target, legs
-from .least_load import LeastLoadPolicy
+from .affinity import AffinityPolicy, Preference
 from .options import PolicyOptions
 from .prefix_table import PrefixTable
 
 
-class CacheAwarePolicy(LeastLoadPolicy):
+class CacheAwarePolicy(AffinityPolicy):
     """Choice of the instance that was sent the longest prefix of the prompt.
 
-    It reads no cache: it assumes that instances keep what they were sent last. SGLang's router and smg have a policy of
-    this name, which keeps a tree of the prompts themselves. A request goes to the instance with the least load instead
-    in any of these cases:
+    It reads no cache: it assumes that instances keep what they were sent last. SGLang's router and smg have a
+    policy of this name, which keeps a tree of the prompts themselves. A request goes to the instance with the least
+    load instead in any of these cases:
 
     - The known part of its prompt is smaller than the option ``cache_threshold``.
     - The instance exceeds the balance limits.
@@ -29,34 +29,29 @@ class CacheAwarePolicy(LeastLoadPolicy):
     def __init__(self, options: PolicyOptions) -> None:
         super().__init__(options)
         self._threshold = options.cache_threshold
-        self._limits = BalanceLimits(options.balance_abs_threshold, options.balance_rel_threshold)
         self._table = PrefixTable(options.cache_table_blocks)
         self._new_numbers = count()
         self._numbers: dict[Instance, int] = {}
         """Number of each instance in the table. It is never given to another one, so what the table has about an
         instance that left means nothing."""
 
-    def choose_leg(self, role: Role, candidates: Sequence[Instance], facts: Facts) -> Instance:
-        """Return the candidate with the longest prefix, unless that is too short or the candidate has too much to do.
+    def preferred(self, role: Role, candidates: Sequence[Instance], facts: Facts) -> Preference | None:
+        """Return the candidate with the longest prefix, unless that is too short or the prompts before it take longer.
 
         Of several, return the one with the least load.
         """
-        if len(candidates) > 1 and (blocks := facts.blocks):
-            by_number = {self._numbers[i]: i for i in candidates if i in self._numbers}
-            known = self._table.match(blocks, by_number)
-            if known.blocks and known.blocks >= self._threshold * len(blocks):
-                chosen = super().choose_leg(role, [by_number[number] for number in known.holders], facts)
-                saved = facts.prompt_tokens * known.blocks // len(blocks)
-                if self._is_worth_it(role, chosen, candidates, saved):
-                    return chosen
-        return super().choose_leg(role, candidates, facts)
-
-    def _is_worth_it(self, role: Role, chosen: Instance, candidates: Sequence[Instance], saved: int) -> bool:
-        """Return whether ``chosen``, which has ``saved`` tokens of the prompt, should serve rather than another one."""
-        if self._limits.exceeds(chosen, candidates):
-            return False
+        if not (blocks := facts.blocks):
+            return None
+        by_number = {self._numbers[i]: i for i in candidates if i in self._numbers}
+        known = self._table.match(blocks, by_number)
+        if not known.blocks or known.blocks < self._threshold * len(blocks):
+            return None
+        chosen = self.least_loaded(role, [by_number[number] for number in known.holders], facts)
+        saved = facts.prompt_tokens * known.blocks // len(blocks)
         # At a decode, prompts do not wait for each other.
-        return role is Role.DECODE or work(chosen) - min(map(work, candidates)) <= saved
+        if role is not Role.DECODE and work(chosen) - min(map(work, candidates)) > saved:
+            return None
+        return Preference(chosen, saved)
 
     def sent(self, target: Target, facts: Facts) -> None:
         """Record that the instances of ``target`` come to have the prompt."""

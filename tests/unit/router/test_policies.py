@@ -8,6 +8,7 @@ import random
 import subprocess
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,7 @@ from pdserve.router.recent_failures import RecentFailures
 from pdserve.router.request_body import RequestBody
 from pdserve.router.targets import Offer, Pair
 from pdserve.router.work import Answering, Computing
+from pdserve.runtime.cluster_secret import RouterKeys
 from pdserve.runtime.python import python_command
 
 EMPTY = RequestBody.parse(b"{}")
@@ -37,7 +39,7 @@ class Clock:
         return self.now
 
 
-def make_fleet(policy: str, workers: int = 0, pairs: int = 0, **options: float) -> Fleet:
+def make_fleet(policy: str, workers: int = 0, pairs: int = 0, **options: object) -> Fleet:
     urls = {"worker": [f"http://w{i}" for i in range(workers)]}
     urls |= {role: [f"http://{role[0]}{i}" for i in range(pairs)] for role in ("prefill", "decode")}
     fleet = Fleet(RouterOptions(policy=policy, **urls, **options))
@@ -274,6 +276,33 @@ def test_an_instance_that_goes_moves_only_its_own_sessions():
     assert {after[key] for key in moved} == {("w0",), ("w2",), ("w3",)}
 
 
+def session_places(path: str | None) -> list[str]:
+    """Return where 100 session keys lead a router with the cluster secret of the file ``path``."""
+    fleet = make_fleet("session", workers=5, cluster_secret_file=path)
+    return [choose(fleet, facts_of(user=key))[0] for key in SESSIONS[:100]]
+
+
+def secret_file(folder: Path, *lines: str) -> str:
+    path = folder / f"secret-{lines[0]}"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_where_sessions_lead_depends_on_the_cluster_secret(tmp_path):
+    """Otherwise, a client could compute keys that all lead to one instance."""
+    first, second = "1" * 32, "2" * 32
+    path = secret_file(tmp_path, first)
+    places = session_places(path)
+    assert set(places) == {f"w{i}" for i in range(5)}
+    for other in (session_places(None), session_places(secret_file(tmp_path, second))):
+        assert sum(a == b for a, b in zip(places, other, strict=True)) < 45
+    # Routers with the key of routers instead, or in the middle of a change of the secret, agree.
+    assert session_places(secret_file(tmp_path, *RouterKeys.load(path).text().split())) == places
+    Path(path).unlink()
+    assert session_places(secret_file(tmp_path, first, second)) == places
+
+
 TWO_ROUTERS = """
 from pdserve.router.facts import Facts
 from pdserve.router.instance import Instance, Role
@@ -318,6 +347,51 @@ def test_a_session_leaves_an_instance_with_too_many_requests():
     assert fleet.pick(facts) is home  # 2.5 times as many, but only 3 more
     home.answers, home.handed_over, idlest.answers = 5, 6, 4
     assert fleet.pick(facts) is idlest
+
+
+def test_a_session_leaves_an_instance_with_too_long_prompts():
+    fleet = make_fleet("session", workers=3, balance_abs_threshold=4, balance_rel_threshold=2.0)
+    short, long = facts_of(prompt_cache_key="a"), facts_of("x" * 80_000, prompt_cache_key="a")
+    home = fleet.pick(short)
+    idlest = next(i for i in fleet.instances if i is not home)
+    for instance in fleet.instances:
+        instance.prompt_tokens = 600
+    idlest.prompt_tokens = 512
+    home.prompt_tokens = 512 + 4 * 256  # 3 times as much, but no more than 4 requests' tokens more
+    assert fleet.pick(short) is home
+    home.prompt_tokens += 1
+    assert fleet.pick(short) is idlest
+    assert fleet.pick(long) is home  # its cache may save as much
+    home.prompt_tokens = 512 + long.prompt_tokens
+    assert fleet.pick(long) is home
+    home.prompt_tokens += 1
+    assert fleet.pick(long) is idlest
+    for instance in fleet.instances:
+        if instance is not home:
+            instance.prompt_tokens = 20_400
+    home.prompt_tokens = 2 * 20_400  # which is far more, but not more than twice as much
+    assert fleet.pick(long) is home
+    home.prompt_tokens += 1
+    assert fleet.pick(long) is not home
+
+
+def test_a_session_does_not_stay_for_a_prompt_that_is_longer_than_any():
+    fleet = make_fleet("session", workers=2, balance_abs_threshold=0)
+    facts = facts_of("x" * 80_000, prompt_cache_key="a")
+    home = fleet.pick(facts)
+    home.learn(HealthReport(pace=ReportedPace(10.0, 10.0, 1.0, 0.0, 4096)))
+    home.prompt_tokens = 4096
+    assert fleet.pick(facts) is home
+    home.prompt_tokens += 1
+    assert fleet.pick(facts) is not home
+
+
+def test_huge_prompts_of_one_session_are_spread():
+    fleet = make_fleet("session", workers=4)
+    facts = facts_of("x" * 400_000, prompt_cache_key="a")
+    for _ in range(8):
+        Computing(fleet.pick(facts), facts.prompt_tokens)
+    assert max(instance.prompt_tokens for instance in fleet.instances) <= 3 * facts.prompt_tokens
 
 
 def test_requests_without_a_session_go_to_the_least_load():
