@@ -86,15 +86,15 @@ class AnswerRelay:
         request: RoutedRequest,
         body: Body,
         answer: ClientAnswer,
-        begun: Callable[[], None] = lambda: None,
+        began: Callable[[], None],
     ) -> None:
         """Send ``body`` to the instance that decodes, and pass its answer on to the client. Raises ``RouterError``.
 
-        ``begun`` is called when the answer begins. If the instance hands the request on in the middle of it, the rest
-        comes from the instance that it names.
+        ``began`` is called when a successful answer begins, perhaps more than once. If the instance hands the request
+        on in the middle of it, the rest comes from the instance that it names.
         """
         headers = [*request.headers, CAN_FOLLOW]
-        ticket = await self._read_leg(answering.instance, request, headers, body, answer, begun)
+        ticket = await self._read_leg(answering.instance, request, headers, body, answer, began)
         while ticket is not None:
             follower = self._fleet.named(ticket.epoch, ticket.url)
             if follower is None:
@@ -105,7 +105,7 @@ class AnswerRelay:
             answering.move(follower)
             ticketed = [*headers, (TICKET, ticket.dump())]
             try:
-                ticket = await self._read_leg(follower, request, ticketed, request.body.raw, answer, begun)
+                ticket = await self._read_leg(follower, request, ticketed, request.body.raw, answer, began)
             except InstanceAnsweredError as e:
                 if e.status < 500 and e.status not in TICKET_REFUSED:
                     e.blames_no_instance = True  # the request's own error, as at any instance
@@ -122,11 +122,11 @@ class AnswerRelay:
         headers: Headers,
         body: Body,
         answer: ClientAnswer,
-        begun: Callable[[], None],
+        began: Callable[[], None],
     ) -> Ticket | None:
         """Pass an instance's answer on to the client.
 
-        Return None at its end, or the ``Ticket`` with which the rest is to be fetched from another instance. ``begun``
+        Return None at its end, or the ``Ticket`` with which the rest is to be fetched from another instance. ``began``
         is called before the first part is sent. Raises ``RouterError``.
         """
         begun_at, framing = time.monotonic(), request.stream_format
@@ -138,7 +138,7 @@ class AnswerRelay:
             back = [*([] if content_type else [UNTYPED]), *passed_back(head.headers)]
             if content_type is None or not content_type.lower().startswith(framing.media_type):
                 part, is_all = await leg.read_begin(HELD_BYTES if self._held < MAX_HELD_BYTES else 0)
-                begun()
+                began()
                 if is_all:
                     with self._holding(len(part)):
                         await answer.whole(head.status, back, part)
@@ -159,7 +159,7 @@ class AnswerRelay:
                         await answer.keep_alive(head.status, back, events)
                         continue
                     raise_first_error(events, instance, framing)
-                    begun()
+                    began()
                     await answer.start(head.status, back)
                 if framing.has_error(events):
                     answer.sent_error = True
@@ -170,6 +170,7 @@ class AnswerRelay:
             if ticket is not None:
                 return ticket
             if not answer.started:
+                began()
                 await answer.start(head.status, back)
             await answer.finish()
             return None

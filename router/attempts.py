@@ -1,8 +1,8 @@
 """One attempt at a request, as the policy hears of it.
 
-chosen ──sent()──▶ under way ──answer complete──▶ ended(ANSWERED)
-                      ├──────a leg failed───────▶ ended(FAILED), perhaps followed by another attempt
-                      └──────cancelled──────────▶ ended(CANCELLED)
+chosen ──sent()──▶ under way ──answer begins: began()──▶ answering ──answer complete──▶ ended(ANSWERED)
+                      ├───────────────a leg failed───────────┴───▶ ended(FAILED), perhaps followed by another attempt
+                      └───────────────cancelled──────────────┴───▶ ended(CANCELLED)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .targets import Target
 
 
 class Attempt:
-    """One attempt: its block reports the begin and the end to ``policy``, each exactly once."""
+    """One attempt: its block reports to ``policy`` that it is sent and that it ends, each exactly once."""
 
     def __init__(self, policy: Policy, target: Target, facts: Facts) -> None:
         self._policy = policy
@@ -25,10 +25,17 @@ class Attempt:
         self._facts = facts
         self.sent_error = False
         """Whether the answer's stream had an error event. Set by the block."""
+        self._has_begun = False
 
     def __enter__(self) -> Self:
         self._policy.sent(self._target, self._facts)
         return self
+
+    def began(self) -> None:
+        """Report to the policy that a successful answer begins. Further calls do nothing."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._policy.began(self._target, self._facts)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

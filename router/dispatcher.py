@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.errors import without_frames
@@ -115,9 +116,9 @@ class Dispatcher:
         decodes, count = target.decode if isinstance(target, Pair) else target, request.body.answers
         with Attempt(self._fleet.policy, target, request.facts) as attempt, Answering(decodes, count) as answering:
             if isinstance(target, Pair):
-                await self._pair_legs.serve(target.prefill, answering, request, answer)
+                await self._pair_legs.serve(target.prefill, answering, request, answer, attempt.began)
             else:
-                await self._serve_alone(answering, request, answer)
+                await self._serve_alone(answering, request, answer, attempt.began)
             attempt.sent_error = answer.sent_error
 
     async def _served(self, target: Target, request: RoutedRequest, answer: ClientAnswer) -> None:
@@ -187,14 +188,23 @@ class Dispatcher:
             raise NoInstanceError(f"no instance can serve at the moment: no healthy {needed} and no worker")
         return target
 
-    async def _serve_alone(self, answering: Answering, request: RoutedRequest, answer: ClientAnswer) -> None:
-        """Have one instance compute the prompt and the answer, which goes to the client. Raises ``RouterError``."""
+    async def _serve_alone(
+        self, answering: Answering, request: RoutedRequest, answer: ClientAnswer, began: Callable[[], None]
+    ) -> None:
+        """Have one instance compute the prompt and the answer, which goes to the client. Raises ``RouterError``.
+
+        ``began`` is called when the answer begins.
+        """
         body = request.body
         with Computing(answering.instance, body.prompt_tokens, body.batch_size or 1) as computing:
             timer = asyncio.get_running_loop().call_later(UNSEEN_SECONDS, computing.done) if not body.stream else None
+
+            def begins() -> None:
+                computing.done()  # the prompt is computed
+                began()
+
             try:
-                # The prompt is computed when the answer begins.
-                await self._relay.pass_on(answering, request, body.raw, answer, computing.done)
+                await self._relay.pass_on(answering, request, body.raw, answer, begins)
             finally:
                 if timer is not None:
                     timer.cancel()

@@ -28,6 +28,11 @@ class Facts:
         return self.body.prompt_tokens
 
     @property
+    def owner(self) -> str:
+        """Name of the client's API key, "" without one. A router without keys takes the name that a client gives."""
+        return self._key_name
+
+    @property
     def is_prompt_alone(self) -> bool:
         """Whether the instance that computes the prompt answers, so that no decode takes part."""
         return self.body.is_prompt_alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from ..runtime.web.client.client import Body
 from .answer_relay import AnswerRelay
@@ -30,17 +31,22 @@ class PairLegs:
         self._lingering: set[asyncio.Task[None]] = set()
 
     async def serve(
-        self, instance: Instance, answering: Answering, request: RoutedRequest, answer: ClientAnswer
+        self,
+        instance: Instance,
+        answering: Answering,
+        request: RoutedRequest,
+        answer: ClientAnswer,
+        began: Callable[[], None],
     ) -> None:
         """Have the prefill ``instance`` compute the prompt, and the instance of ``answering`` decode the answer.
 
-        Raises the ``RouterError`` that ended the attempt.
+        ``began`` is called when the answer begins. Raises the ``RouterError`` that ended the attempt.
         """
         bodies = request.body.for_pair(instance)
         computing = Computing(instance, request.body.prompt_tokens, request.body.batch_size or 1, for_decode=True)
         prefill = asyncio.create_task(self._watch_prefill(instance, request, bodies.prefill))
         prefill.add_done_callback(computing.done)  # also if it is cancelled before it runs
-        decode = asyncio.create_task(self._relay.pass_on(answering, request, bodies.decode, answer))
+        decode = asyncio.create_task(self._relay.pass_on(answering, request, bodies.decode, answer, began))
         del bodies
         try:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)

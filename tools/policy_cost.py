@@ -81,8 +81,8 @@ def attempts(fleet: Fleet, bodies: list[bytes]) -> Callable[[bytes], None]:
         facts = Facts(parsed[body])
         target = fleet.pick(facts)
         assert target is not None
-        with Attempt(fleet.policy, target, facts):
-            pass
+        with Attempt(fleet.policy, target, facts) as under_way:
+            under_way.began()
 
     return attempt
 

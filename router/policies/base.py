@@ -49,6 +49,13 @@ class Policy(ABC):
     def sent(self, target: Target, facts: Facts) -> None:  # noqa: B027
         """Note that the request is sent to ``target``: directly after the choice, before the next one."""
 
+    def began(self, target: Target, facts: Facts) -> None:  # noqa: B027
+        """Note that the instances of ``target`` have begun to answer with success.
+
+        It is called at most once for each attempt, between ``sent`` and ``ended``. Until then, an instance may still
+        refuse the request. If the request has moved, ``target`` is still the instances that it was sent to.
+        """
+
     def ended(self, target: Target, facts: Facts, ending: Ending) -> None:  # noqa: B027
         """Note the end of an attempt that ``sent`` began. It is called exactly once for each.
 

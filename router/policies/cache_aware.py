@@ -15,9 +15,9 @@ from .prefix_table import PrefixTable
 
 
 class CacheAwarePolicy(AffinityPolicy):
-    """Choice of the instance that was sent the longest prefix of the prompt.
+    """Choice of the instance that has answered the longest prefix of the prompt.
 
-    It reads no cache: it assumes that instances keep what they were sent last. SGLang's router and smg have a
+    It reads no cache: it assumes that instances keep what they have computed last. SGLang's router and smg have a
     policy of this name, which keeps a tree of the prompts themselves. A request goes to the instance with the least
     load instead in any of these cases:
 
@@ -43,7 +43,7 @@ class CacheAwarePolicy(AffinityPolicy):
         if not (blocks := facts.blocks):
             return None
         by_number = {self._numbers[i]: i for i in candidates if i in self._numbers}
-        known = self._table.match(blocks, by_number)
+        known = self._table.match(facts.owner, blocks, by_number)
         if not known.blocks or known.blocks < self._threshold * len(blocks):
             return None
         chosen = self.least_loaded(role, [by_number[number] for number in known.holders], facts)
@@ -53,11 +53,11 @@ class CacheAwarePolicy(AffinityPolicy):
             return None
         return Preference(chosen, saved)
 
-    def sent(self, target: Target, facts: Facts) -> None:
-        """Record that the instances of ``target`` come to have the prompt."""
+    def began(self, target: Target, facts: Facts) -> None:
+        """Record that the instances of ``target`` have the prompt. One that refuses a request does not compute it."""
         if blocks := facts.blocks:
             numbers = tuple(self._numbers[i] for i in legs(target) if i in self._numbers)
-            self._table.record(blocks, numbers)
+            self._table.record(facts.owner, blocks, numbers)
 
     def joined(self, instance: Instance) -> None:
         """Give ``instance`` a new number."""

@@ -234,6 +234,7 @@ class RoutingSim:
 
         def computed(cached: int) -> None:
             computing.done()
+            attempt.began()
             began = self.now
 
             def ended() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.router.attempts import Attempt
+from pdserve.router.errors import BadRequestError
 from pdserve.router.facts import Facts
 from pdserve.router.fleet import Fleet
 from pdserve.router.instance import HealthReport, HealthState, Instance, ReportedPace, Role
@@ -61,7 +62,8 @@ def choose(fleet: Fleet, facts: Facts | None = None) -> tuple[str, ...]:
     facts = facts or Facts(EMPTY)
     target = fleet.pick(facts)
     assert target is not None
-    with Attempt(fleet.policy, target, facts):
+    with Attempt(fleet.policy, target, facts) as attempt:
+        attempt.began()
         return tuple(one.host for one in target) if isinstance(target, Pair) else (target.host,)
 
 
@@ -75,7 +77,8 @@ def test_a_policy_keeps_to_the_offer(policy):
     p, d, w = fleet.instances[:3], fleet.instances[3:], [Instance("http://w", Role.UNIFIED)]
     facts = facts_of(text_of(1), user="a")
     for _ in range(20):
-        fleet.policy.sent(Pair(p[2], d[2]), facts)  # which is not offered
+        with Attempt(fleet.policy, Pair(p[2], d[2]), facts) as attempt:  # which is not offered
+            attempt.began()
         pair = fleet.policy.choose(Offer(p[:2], d[:1]), facts)
         assert isinstance(pair, Pair)
         assert pair.prefill in p[:2]
@@ -410,22 +413,50 @@ def test_a_longer_prompt_follows_its_prefix():
     # The longest prefix decides.
     other = facts_of(text_of(1) + text_of(200))
     target = next(i for i in fleet.instances if (i.host,) != places[1])
-    fleet.policy.sent(target, other)
+    fleet.policy.began(target, other)
     assert choose(fleet, facts_of(text_of(1) + text_of(200) + text_of(201))) == (target.host,)
     assert choose(fleet, facts_of(text_of(1) + text_of(202))) in (places[1], (target.host,))
+
+
+def test_an_instance_that_refuses_a_request_does_not_have_its_prefix():
+    fleet = make_fleet("cache_aware", workers=2)
+    w0, w1 = fleet.instances
+    facts = facts_of(text_of(1))
+    with pytest.raises(BadRequestError), Attempt(fleet.policy, w0, facts):
+        raise BadRequestError("refused")
+    w0.answers = 1
+    assert fleet.pick(facts) is w1
+    with Attempt(fleet.policy, w0, facts) as attempt:
+        attempt.began()
+    assert fleet.pick(facts) is w0
+
+
+def test_one_api_key_does_not_empty_the_table_of_another():
+    fleet = make_fleet("cache_aware", workers=2, cache_table_blocks=64)
+    w0, w1 = fleet.instances
+
+    def facts_with(key: str, number: int) -> Facts:
+        return Facts(RequestBody.parse(json.dumps({"text": text_of(number)}).encode()), key_name=key)
+
+    fleet.policy.began(w1, facts_with("a", 1))
+    for number in range(2, 50):
+        fleet.policy.began(w0, facts_with("b", number))
+    w1.answers = 1
+    assert fleet.pick(facts_with("a", 1)) is w1
+    assert fleet.pick(facts_with("b", 1)) is w0
 
 
 def test_both_legs_follow_the_prefix():
     fleet = make_fleet("cache_aware", pairs=4)
     p, d = fleet.instances[:4], fleet.instances[4:]
-    fleet.policy.sent(Pair(p[2], d[3]), facts_of(text_of(1)))
+    fleet.policy.began(Pair(p[2], d[3]), facts_of(text_of(1)))
     assert {choose(fleet, facts_of(text_of(1) + str(i))) for i in range(5)} == {("p2", "d3")}
 
 
 def test_of_several_instances_with_the_prefix_the_least_loaded_is_chosen():
     fleet = make_fleet("cache_aware", workers=4)
     for instance in fleet.instances[1:]:
-        fleet.policy.sent(instance, facts_of(text_of(1)))
+        fleet.policy.began(instance, facts_of(text_of(1)))
     fleet.instances[1].answers = fleet.instances[3].answers = 1
     assert {choose(fleet, facts_of(text_of(1))) for _ in range(5)} == {("w2",)}
 
@@ -434,7 +465,7 @@ def test_of_several_instances_with_the_prefix_the_least_loaded_is_chosen():
 def test_a_prefix_that_is_too_short_is_not_followed(share, follows):
     fleet = make_fleet("cache_aware", workers=2, cache_threshold=0.3)
     w0, w1 = fleet.instances
-    fleet.policy.sent(w1, facts_of(text_of(1, 51200)[: int(51200 * share)]))
+    fleet.policy.began(w1, facts_of(text_of(1, 51200)[: int(51200 * share)]))
     w1.answers = 1
     assert fleet.pick(facts_of(text_of(1, 51200))) is (w1 if follows else w0)
 
@@ -443,7 +474,7 @@ def test_an_instance_with_too_many_requests_is_not_followed():
     fleet = make_fleet("cache_aware", pairs=2, balance_abs_threshold=4, balance_rel_threshold=2.0)
     p0, p1, d0, d1 = fleet.instances
     facts = facts_of(text_of(1))
-    fleet.policy.sent(Pair(p0, d0), facts)
+    fleet.policy.began(Pair(p0, d0), facts)
     d0.answers, d1.answers = 4, 0
     assert fleet.pick(facts).decode is d0
     d0.answers = 5
@@ -461,7 +492,7 @@ def test_a_prefix_is_not_worth_a_longer_wait():
     w0, w1 = fleet.instances
     facts = facts_of(text_of(1, 512 * 20))
     assert len(facts.blocks) == 20
-    fleet.policy.sent(w0, facts)
+    fleet.policy.began(w0, facts)
     w0.prompt_tokens = facts.prompt_tokens
     assert fleet.pick(facts) is w0
     w0.prompt_tokens += 1
@@ -474,7 +505,7 @@ def test_a_prefix_at_a_decode_is_worth_more_answers_than_it_saves_tokens():
     fleet = make_fleet("cache_aware", pairs=2, balance_abs_threshold=8)
     p0, _, d0, _ = fleet.instances
     facts = facts_of(text_of(1))
-    fleet.policy.sent(Pair(p0, d0), facts)
+    fleet.policy.began(Pair(p0, d0), facts)
     d0.answers = 8
     assert work(d0) > facts.prompt_tokens
     assert fleet.pick(facts) == (p0, d0)
@@ -486,7 +517,7 @@ def test_an_instance_that_was_started_anew_has_no_prefixes():
     w0.learn(HealthReport(epoch="a"))
     fleet.set_state(w0, HealthState.HEALTHY, "test")
     facts = facts_of(text_of(1))
-    fleet.policy.sent(w0, facts)
+    fleet.policy.began(w0, facts)
     w0.answers = 1
     fleet.report_failure(w0, "a failure")
     fleet.set_state(w0, HealthState.HEALTHY, "test")
@@ -504,10 +535,11 @@ def test_nothing_is_kept_of_instances_that_are_gone(policy):
     for number in range(300):
         instance = Instance(f"http://w{number}", Role.UNIFIED)
         made.joined(instance)
-        made.sent(made.choose(Offer(workers=[instance, instance]), facts), facts)
+        with Attempt(made, made.choose(Offer(workers=[instance, instance]), facts), facts) as attempt:
+            attempt.began()
         made.left(instance)
         kept.append(weakref.ref(instance))
-        del instance
+        del instance, attempt
         sizes.append(state_size(made))
     gc.collect()
     assert not [ref for ref in kept if ref() is not None]

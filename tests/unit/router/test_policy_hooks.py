@@ -23,20 +23,28 @@ ANSWERED, FAILED, CANCELLED = Ending.ANSWERED, Ending.FAILED, Ending.CANCELLED
 
 
 class Recorder(RoundRobinPolicy):
-    """Keeps what it hears, and checks that each attempt ends as it began."""
+    """Keeps what it hears, and checks that each attempt is sent, begins at most once, and ends, in that order."""
 
     def __init__(self):
         super().__init__(PolicyOptions())
         self.running, self.endings, self.members, self.heard = [], [], [], asyncio.Event()
+        self.answering, self.begun = [], []
         self.instances = set()
 
     def sent(self, target, facts):
         self.running.append((target, facts))
         self.instances.update(legs(target))
 
+    def began(self, target, facts):
+        assert (target, facts) in self.running
+        assert (target, facts) not in self.answering
+        self.answering.append((target, facts))
+
     def ended(self, target, facts, ending):
-        began = next(i for i, (t, f) in enumerate(self.running) if t == target and f is facts)
-        del self.running[began]
+        self.running.remove((target, facts))
+        self.begun.append((target, facts) in self.answering)
+        if self.begun[-1]:
+            self.answering.remove((target, facts))
         self.endings.append(ending)
         self.heard.set()
 
@@ -71,7 +79,7 @@ def recorded(**options):
             recorder = Recorder()
             with patch("pdserve.router.fleet.make_policy", lambda options: recorder):
                 await test(rig, recorder)
-            assert recorder.running == []
+            assert recorder.running == recorder.answering == []
             while any(counts(instance) != NOTHING for instance in recorder.instances):
                 await asyncio.sleep(0)  # a prefill's leg may end after the answer
 
@@ -95,14 +103,42 @@ async def test_answers_of_all_kinds(rig, recorder):
     assert (await generate(client, stream=True)).status_code == 200
     assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
     assert await recorder.until(3) == [ANSWERED] * 3
+    assert recorder.begun == [True] * 3
     assert recorder.members == ["+prefill", "+decode"]
 
 
+async def check_refusals(client, recorder, *instances):
+    """Check that requests fail and do not begin when ``instances`` refuse them in every way."""
+    count = 0
+    for script, status in (("bad_request", 400), ("too_large", 413), ("full", 429), ("draining", 503)):
+        for instance in instances:
+            instance.script = script
+        for stream in (False, True):
+            count += 1
+            assert (await generate(client, stream=stream)).status_code == status
+            assert await recorder.until(count) == [FAILED] * count
+    assert recorder.begun == [False] * count
+
+
+@recorded(retries=0)
+async def test_a_refusal_is_a_failure_and_no_begin(rig, recorder):
+    w = await rig.instance()
+    await check_refusals(await rig.route(worker=[w]), recorder, w)
+
+
+@recorded(retries=0)
+async def test_a_refusal_by_a_pair_is_a_failure_and_no_begin(rig, recorder):
+    p, d = await rig.instance(), await rig.instance()
+    await check_refusals(await rig.route([p], [d]), recorder, p, d)
+
+
 @recorded()
-async def test_a_refusal_is_a_failure(rig, recorder):
-    client = await rig.route(worker=[await rig.instance("bad_request")])
-    assert (await generate(client)).status_code == 400
-    assert await recorder.until(1) == [FAILED]
+async def test_an_answer_of_a_worker_begins(rig, recorder):
+    client = await rig.route(worker=[await rig.instance()])
+    for number, stream in enumerate([False, True], start=1):
+        assert (await generate(client, stream=stream)).status_code == 200
+        assert await recorder.until(number) == [ANSWERED] * number
+    assert recorder.begun == [True] * 2
 
 
 @recorded()
@@ -111,6 +147,7 @@ async def test_each_retry_is_an_attempt(rig, recorder):
     client = await rig.route([p1, p2], [d1, d2])
     assert (await generate(client)).status_code == 200
     assert await recorder.until(2) == [FAILED, ANSWERED]
+    assert recorder.begun == [False, True]
 
 
 @recorded(retries=1)
@@ -139,6 +176,19 @@ async def test_a_client_that_leaves_before_the_answer_cancels(rig, recorder):
     assert (counts(target.prefill), counts(target.decode)) == ((0, 1, 1, 1), (1, 0, 0, 0))
     request.cancel()
     assert await recorder.until(1) == [CANCELLED]
+    assert recorder.begun == [False]
+
+
+@recorded()
+async def test_choices_are_load_of_the_instance_that_decodes(rig, recorder):
+    w = await rig.instance("hang")
+    client = await rig.route(worker=[w])
+    request = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "n": 5}))
+    await w.arrived.wait()
+    [(target, _)] = recorder.running
+    assert counts(target) == (5, 1, 0, 0)
+    request.cancel()
+    await recorder.until(1)
 
 
 @recorded()
@@ -146,7 +196,7 @@ async def test_a_client_that_leaves_a_stream_cancels(rig, recorder):
     client = await rig.route([await rig.instance()], [await rig.instance("stream_then_hang")])
     response = await start_stream(client)
     assert await anext(response.aiter_raw()) == EVENT
-    assert recorder.endings == []
+    assert (recorder.endings, len(recorder.answering)) == ([], 1)
     await response.aclose()
     assert await recorder.until(1) == [CANCELLED]
 
@@ -169,6 +219,18 @@ async def test_a_stream_with_an_error_event_has_failed(rig, recorder):
     client = await rig.route(worker=[w])
     assert b'"no"' in (await generate(client, stream=True)).content
     assert await recorder.until(1) == [FAILED]
+    assert recorder.begun == [True]
+
+
+@recorded()
+async def test_a_stream_that_begins_with_an_error_has_not_begun(rig, recorder):
+    w = await rig.instance("pieces")
+    w.pieces = [b'data: {"error": {"message": "no", "code": 400}}\n\n']
+    w.go_on.set()
+    client = await rig.route(worker=[w])
+    assert (await generate(client, stream=True)).status_code == 400
+    assert await recorder.until(1) == [FAILED]
+    assert recorder.begun == [False]
 
 
 @recorded()
@@ -178,6 +240,7 @@ async def test_a_request_that_moves_is_one_attempt(rig, recorder):
     client = await rig.route(worker=[leaving, staying])
     assert (await generate(client, stream=True)).status_code == 200
     assert await recorder.until(1) == [ANSWERED]
+    assert recorder.begun == [True]
 
 
 @recorded()
@@ -219,3 +282,12 @@ def test_a_new_epoch_is_a_new_instance_and_a_single_failure_is_none():
     fleet.set_state(instance, HealthState.UNHEALTHY, "gone")
     fleet.set_state(instance, HealthState.UNHEALTHY, "gone")
     assert recorder.members == ["+worker", "-worker", "+worker", "-worker"]
+
+
+def test_an_answer_begins_once():
+    recorder, facts = Recorder(), Facts(RequestBody.parse(b"{}"))
+    fleet = Fleet(RouterOptions(worker=["http://w"]))
+    with Attempt(recorder, fleet.instances[0], facts) as attempt:
+        for _ in range(2):
+            attempt.began()
+    assert (recorder.begun, recorder.answering) == ([True], [])

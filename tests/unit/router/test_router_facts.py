@@ -37,6 +37,11 @@ def test_the_session_key_is_the_most_specific_name_that_was_given(fields, header
     assert facts_of({"text": "x", **fields}, headers=headers).session_key == key
 
 
+def test_the_owner_is_the_name_of_the_api_key():
+    body = RequestBody.parse(b"{}")
+    assert (Facts(body).owner, Facts(body, key_name="team").owner) == ("", "team")
+
+
 def common(a: Facts, b: Facts) -> int:
     """Return the number of equal blocks, which are all at the beginning."""
     equal = [x == y for x, y in zip(a.blocks, b.blocks, strict=False)]
