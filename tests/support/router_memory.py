@@ -8,8 +8,8 @@ from pdserve.runtime.web.body import MAX_UPLOADS
 from pdserve.runtime.web.client.response import MAX_BUFFERED
 from pdserve.runtime.web.connections import MAX_HEAD_BYTES
 
-BLOCK_BYTES = 300
-"""Bytes of a block in the table of prefixes: 131,072 were measured to take 36 MB."""
+BLOCK_BYTES = 450
+"""Maximum bytes of a block in the table of prefixes (docs/security.md)."""
 PROCESS_BYTES = 256 << 20
 """Bytes of the process itself (it starts with 60 MB), of its connections, and of a body that is parsed."""
 
