@@ -185,7 +185,8 @@ class Dispatcher:
             target = None
         if target is None:
             needed = "prefill" if facts.is_prompt_alone else "prefill-decode pair"
-            raise NoInstanceError(f"no instance can serve at the moment: no healthy {needed} and no worker")
+            shortage = self._fleet.shortage(f"no healthy {needed} and no worker")
+            raise NoInstanceError(f"no instance can serve at the moment: {shortage}")
         return target
 
     async def _serve_alone(

@@ -26,7 +26,7 @@ from .errors import SUCCESS, InstanceSilentError, NoInstanceError, RouterError
 from .facts import Facts
 from .fleet import Fleet
 from .headers import Headers, passed_back, passed_on, without_type
-from .instance import HealthState, Instance, Role
+from .instance import HealthState, Instance
 from .options import RouterOptions
 from .routed_request import RoutedRequest
 from .tasks import drop
@@ -133,7 +133,7 @@ class ControlEndpoints:
         """GET /health: 200 while a pair or a worker can serve. Raises ``NoInstanceError`` otherwise."""
         if self._fleet.can_serve():
             return json_response({"status": "ready"})
-        raise NoInstanceError("no healthy prefill-decode pair and no healthy worker")
+        raise NoInstanceError(self._fleet.shortage("no healthy prefill-decode pair and no healthy worker"))
 
     async def livez(self, request: Request) -> Response:
         """GET /livez: 200 while the router answers at all."""
@@ -146,8 +146,9 @@ class ControlEndpoints:
     async def ask_one(self, request: Request) -> Response:
         """Answer /v1/models, /tokenize and similar with one healthy instance's answer: all serve the same model.
 
-        Workers are asked first, then decodes, then prefills. The next one is asked only if an instance can't be reached
-        or is taken out meanwhile. Raises ``NoInstanceError``, and ``InstanceSilentError`` if one takes too long.
+        Workers are asked first, then decodes, then prefills, and cordoned ones last. The next one is asked only if an
+        instance can't be reached or is taken out meanwhile. Raises ``NoInstanceError``, and ``InstanceSilentError`` if
+        one takes too long.
         """
         body = await self._bodies.read(request) if request.method == "POST" else b""
         key = Caller.of(request.scope).name
@@ -159,15 +160,14 @@ class ControlEndpoints:
             return HeldResponse(response, held.pop_all())
 
     async def _ask_one(self, request: Request, body: bytes) -> Response:
-        answers_clients = (Role.UNIFIED, Role.DECODE, Role.PREFILL)
-        for instance in sorted(self._fleet.healthy(), key=lambda i: answers_clients.index(i.role)):
+        for instance in self._fleet.answer_order():
             answer = await self._ask_while_up(instance, request, body)
             if answer is not None and answer.status:
                 return answer_of(answer)
             if answer is not None and answer.is_late:
                 # The same question would take as long at the next one.
                 raise InstanceSilentError(answer.body)
-        raise NoInstanceError("no instance is healthy")
+        raise NoInstanceError(self._fleet.shortage("no instance is healthy"))
 
     async def _ask_while_up(self, instance: Instance, request: Request, body: bytes) -> ControlAnswer | None:
         """Pass the client's request on to ``instance``, and return the answer; see ``ask``.

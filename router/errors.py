@@ -61,6 +61,20 @@ class BadRequestError(RouterError):
     kind = "invalid_request_error"
 
 
+class NotFoundError(RouterError):
+    """The request names something that the router does not have."""
+
+    status = 404
+    kind = "invalid_request_error"
+
+
+class ConflictError(RouterError):
+    """The request does not fit the router's present state."""
+
+    status = 409
+    kind = "invalid_request_error"
+
+
 class BodyTooLargeError(RouterError):
     """The request body is longer than the router takes."""
 
@@ -110,6 +124,10 @@ class InstanceCrashedError(InstanceGoneError):
 
     The request itself may be the cause, so it is tried elsewhere only ``--retries-after-crash`` times.
     """
+
+
+class InstanceRemovedError(InstanceGoneError):
+    """An instance was removed from the fleet while it had the request. The request is not suspected of anything."""
 
 
 class AnswerTooLongError(RouterError):

@@ -1,8 +1,11 @@
 """All instances of a router, and those that the next request can be sent to. A policy chooses among them.
 
-A request needs a pair of a healthy prefill and a healthy decode, or a healthy worker. A pair needs both of its legs, so
-an unhealthy prefill also keeps work from the decodes, and vice versa. Instances with an open circuit breaker come last,
-and so do those that the request has already failed on.
+Instances join and leave while the router runs (``membership.py``). Those that are cordoned or draining keep their
+requests and get no new ones. An instance is available if it is healthy and neither.
+
+A request needs a pair of an available prefill and an available decode, or an available worker. A pair needs both of its
+legs, so an unhealthy prefill also keeps work from the decodes, and vice versa. Instances with an open circuit breaker
+come last, and so do those that the request has already failed on.
 
 The decode of a pair decides whether the prefill or itself computes the prompt, because the router does not know their
 caches. To decide, it asks the prefill (``disaggregation/handover/placement_policy.py``).
@@ -25,6 +28,7 @@ from collections.abc import Collection
 from ..messages.metrics import Histogram
 from .facts import Facts
 from .instance import HealthState, Instance, Role
+from .membership import MemberState
 from .options import RouterOptions, check_url, parse_prefill
 from .policies.factory import make_policy
 from .request_body import RequestBody
@@ -43,6 +47,7 @@ class Fleet:
         decodes = [Instance(check_url(url), Role.DECODE) for url in options.decode]
         workers = [Instance(check_url(url), Role.UNIFIED) for url in options.worker]
         self.instances: tuple[Instance, ...] = (*prefills, *decodes, *workers)
+        """The members, in the order in which they were added. Replaced, not changed, when one comes or goes."""
         self.policy = make_policy(options)
         self._joined: dict[Instance, str] = {}
         """Epoch of each instance that the policy knows."""
@@ -53,20 +58,40 @@ class Fleet:
         """Attempts after a failed one, by the status that the failure would have been answered with."""
 
     def healthy(self, role: Role | None = None) -> list[Instance]:
-        """Return the healthy instances of one role, or of all."""
+        """Return the healthy instances of one role, or of all, whether they are cordoned or not."""
         return [i for i in self.instances if i.state is HealthState.HEALTHY and role in (None, i.role)]
 
+    def answer_order(self) -> list[Instance]:
+        """Return the healthy instances in the order in which they are asked what any of them can answer.
+
+        Workers come first, then decodes, then prefills. Cordoned and draining ones come after all others: they have
+        sessions and running requests that no other one has.
+        """
+        order = (Role.UNIFIED, Role.DECODE, Role.PREFILL)
+        return sorted(self.healthy(), key=lambda i: (i.withheld is not None, order.index(i.role)))
+
+    def available(self, role: Role) -> list[Instance]:
+        """Return the instances of a role that can be sent new requests."""
+        return [i for i in self.healthy(role) if i.withheld is None]
+
     def in_rotation(self, role: Role) -> list[Instance]:
-        """Return the healthy instances of a role, without those with an open circuit breaker.
+        """Return the available instances of a role, without those with an open circuit breaker.
 
         At most half of them, rounded down, are left out at a time, in the order in which their breakers opened. So one
         client's errors never put the whole load on one instance, and the only instance of a role is never left out.
         """
-        return _without_open_breakers(self.healthy(role))
+        return _without_open_breakers(self.available(role))
 
     def can_serve(self) -> bool:
-        """Return whether a worker, or a prefill and a decode, are healthy, so that a request can be served now."""
-        return bool(self.healthy(Role.UNIFIED) or (self.healthy(Role.PREFILL) and self.healthy(Role.DECODE)))
+        """Return whether a worker, or a prefill and a decode, are available, so that a request can be served now."""
+        return bool(self.available(Role.UNIFIED) or (self.available(Role.PREFILL) and self.available(Role.DECODE)))
+
+    def shortage(self, needed: str) -> str:
+        """Return why nothing can serve a request, for a message. ``needed``: what would have to be healthy for it."""
+        if not self.instances:
+            return "this router has no instances; an admin adds them by POST /workers"
+        withheld = sum(i.withheld is not None for i in self.instances)
+        return f"{needed} ({withheld} cordoned or draining)" if withheld else needed
 
     def has_others(self, request: RequestBody, failed: Collection[Instance]) -> bool:
         """Return whether the instances that ``request`` needs are in rotation and not among ``failed``.
@@ -85,9 +110,9 @@ class Fleet:
     def undecided(self) -> bool:
         """Return whether a health check that has not ended may still find an instance that can serve.
 
-        It may if an instance is in state ``UNKNOWN``, or if its ``asked_again`` is set.
+        It may if an instance that gets new requests is in state ``UNKNOWN``, or if its ``asked_again`` is set.
         """
-        return any(i.state is HealthState.UNKNOWN or i.asked_again for i in self.instances)
+        return any(i.withheld is None and (i.state is HealthState.UNKNOWN or i.asked_again) for i in self.instances)
 
     def pick(self, facts: Facts, failed: Collection[Instance] = (), tried: Collection[Instance] = ()) -> Target | None:
         """Choose the pair or the single instance that serves a request; return None while none can.
@@ -104,35 +129,58 @@ class Fleet:
 
         The offer is empty if none can. The arguments are those of ``pick``.
         """
-        healthy: dict[Role, list[Instance]] = {role: [] for role in Role}
+        usable: dict[Role, list[Instance]] = {role: [] for role in Role}
         for instance in self.instances:
-            if instance.state is HealthState.HEALTHY:
-                healthy[instance.role].append(instance)
+            if instance.state is HealthState.HEALTHY and instance.withheld is None:
+                usable[instance.role].append(instance)
         prefills, decodes, workers = (
-            _preferred(healthy[role], failed, tried) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)
+            _preferred(usable[role], failed, tried) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)
         )
         if is_prompt_alone:
             if prefills or workers:
                 return Offer(prefills, workers=workers)
-            return Offer(healthy[Role.PREFILL], workers=healthy[Role.UNIFIED])
+            return Offer(usable[Role.PREFILL], workers=usable[Role.UNIFIED])
         if prefills and decodes:
             return Offer(prefills, decodes, workers)
         if workers:
             return Offer(workers=workers)
-        prefills, decodes = prefills or healthy[Role.PREFILL], decodes or healthy[Role.DECODE]
-        return Offer(prefills, decodes) if prefills and decodes else Offer(workers=healthy[Role.UNIFIED])
+        prefills, decodes = prefills or usable[Role.PREFILL], decodes or usable[Role.DECODE]
+        return Offer(prefills, decodes) if prefills and decodes else Offer(workers=usable[Role.UNIFIED])
+
+    def add(self, instance: Instance) -> None:
+        """Make ``instance`` a member. It gets requests when ``set_state`` has found it healthy."""
+        self.instances = (*self.instances, instance)
+        self.wake()
+
+    def withhold(self, instance: Instance, why: MemberState | None) -> None:
+        """Send ``instance`` no new requests, because it is CORDONED or DRAINING; None: send it requests again.
+
+        The policy keeps what it knows of the instance.
+        """
+        instance.withheld = why
+        self.wake()
+
+    def remove(self, instance: Instance) -> None:
+        """Remove a member, which is GONE then. The requests that it has fail with ``InstanceRemovedError``."""
+        self.instances = tuple(i for i in self.instances if i is not instance)
+        self.withhold(instance, MemberState.GONE)
+        if self._joined.pop(instance, None) is not None:
+            self.policy.left(instance)
+        for leg in list(instance.legs):
+            leg.instance_removed()
 
     def set_state(self, instance: Instance, state: HealthState, reason: str) -> None:
         """Record the state of an instance and the reason for it. A change wakes all tasks in ``wait_change``.
 
-        When an instance becomes unhealthy, all healthy ones are checked now. When it has recovered, its circuit breaker
-        is closed.
+        That of an instance that was removed is not recorded. When an instance becomes unhealthy, all healthy ones are
+        checked now. When it has recovered, its circuit breaker is closed.
         """
+        if instance.withheld is MemberState.GONE:
+            return
         if instance.state is not state:
             level = logging.INFO if state is HealthState.HEALTHY else logging.WARNING
             logger.log(level, "%s is %s: %s", instance, state, reason)
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self.wake()
         # Also after UNKNOWN, the state after a request found the instance dead.
         if state is HealthState.UNHEALTHY and instance.state is not HealthState.UNHEALTHY:
             self._ask_others(instance)
@@ -140,6 +188,7 @@ class Fleet:
             instance.forget_failures()
         instance.state = state
         instance.reason = reason
+        instance.was_healthy |= state is HealthState.HEALTHY
         self._update_policy(instance)
 
     def _update_policy(self, instance: Instance) -> None:
@@ -174,10 +223,10 @@ class Fleet:
         Wake all tasks in ``wait_change``.
         """
         instance.asked_again = False
-        self.role_changed()
+        self.wake()
 
-    def role_changed(self) -> None:
-        """Wake all tasks in ``wait_change``: an instance has changed its role, or was checked again."""
+    def wake(self) -> None:
+        """Wake all tasks in ``wait_change``."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -192,7 +241,7 @@ class Fleet:
         instance.check_now.set()
 
     async def wait_change(self) -> None:
-        """Wait until the state or the role of an instance changes, or a requested check has ended."""
+        """Wait until an instance comes, goes or changes its state or role, or until a requested check has ended."""
         await self._changed.wait()
 
 

@@ -39,7 +39,10 @@ def seconds_to_notice(options: RouterOptions) -> float:
 
 
 class HealthMonitor:
-    """Checker that keeps the states of a fleet's instances true."""
+    """Checker that keeps the states of a fleet's instances true.
+
+    Instances may come and go. ``watch`` begins the checks of one, and ``unwatch`` ends them.
+    """
 
     def __init__(self, fleet: Fleet, client: HttpClient, options: RouterOptions) -> None:
         self._fleet = fleet
@@ -47,12 +50,25 @@ class HealthMonitor:
         self._interval = options.health_check_interval
         self._timeout = options.health_check_timeout
         self._hang_timeout = options.hang_timeout
+        self._group: asyncio.TaskGroup | None = None
+        self._checks: dict[Instance, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Check every instance at intervals, and record its state in the fleet. Ends only when it is cancelled."""
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as self._group:
             for instance in self._fleet.instances:
-                group.create_task(self._watch(instance))
+                self.watch(instance)
+            await asyncio.Event().wait()  # a fleet may be empty, and get instances later
+
+    def watch(self, instance: Instance) -> None:
+        """Begin to check ``instance``, which is in the fleet. Before ``run`` it does nothing: that begins with all."""
+        if self._group is not None:
+            self._checks[instance] = self._group.create_task(self._watch(instance))
+
+    def unwatch(self, instance: Instance) -> None:
+        """Stop to check ``instance``. A check that is under way is not completed."""
+        if (checks := self._checks.pop(instance, None)) is not None:
+            checks.cancel()
 
     async def _watch(self, instance: Instance) -> None:
         silences = 0
@@ -110,7 +126,7 @@ class HealthMonitor:
             role = instance.role
             problem = instance.learn(_read_report(answer.body), answers)
             if instance.role is not role:
-                self._fleet.role_changed()
+                self._fleet.wake()
             return problem, False
         reason = f": {error['message']}" if error else ""
         return f"/health says {answer.status}{reason}", hangs

@@ -18,6 +18,7 @@ from ..messages.control import Identity, Pace
 from ..runtime.disaggregation_options import DEFAULT_BOOTSTRAP_PORT
 from ..runtime.web.ports import is_loopback
 from .circuit_breaker import CircuitBreaker
+from .membership import MemberState, Source
 from .recent_failures import RecentFailures
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,9 @@ class Asked(Protocol):
         Do nothing if the instance sent something for this request after ``since`` (``time.monotonic()``).
         """
 
+    def instance_removed(self) -> None:
+        """Let the request fail, because its instance was removed from the fleet."""
+
 
 ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "unified": Role.UNIFIED}
 """Role by the word that an instance reports."""
@@ -96,13 +100,18 @@ class Instance:
 
     url: str
     role: Role
-    """Current role: at first the one given by the options, then the one that the instance reports."""
+    """Current role: at first the one given with the URL, then the one that the instance reports."""
     bootstrap_port: int | None = None
-    """Bootstrap port of a prefill, if the options give one."""
+    """Bootstrap port of a prefill, if it was given with the URL."""
+    source: Source = Source.OPTION
     report: HealthReport = field(default_factory=HealthReport)
     """Last report of the instance about itself."""
     state: HealthState = HealthState.UNKNOWN
     reason: str = "not checked yet"
+    was_healthy: bool = False
+    """Whether a health check has ever passed."""
+    withheld: MemberState | None = None
+    """Why it gets no new requests although it may be healthy: CORDONED, DRAINING or GONE. None: it gets them."""
     in_flight: int = 0
     """Requests that it was sent and has not answered, legs of a pair included."""
     prompt_tokens: int = 0
@@ -137,7 +146,7 @@ class Instance:
     recent_failures: RecentFailures = field(default_factory=RecentFailures)
     """Requests that it lately refused for load (429), or failed."""
     named: Role = field(init=False)
-    """Role given by the options."""
+    """Role given with the URL."""
     _answers_at_report: int = 0
     """Number of answers that its reported pace includes."""
 
@@ -156,13 +165,23 @@ class Instance:
     def bootstrap_address(self) -> tuple[str, int]:
         """Host and port at which decodes ask for this prefill's KV.
 
-        The port of the options comes before the one that the instance reports. The reported host is used if the options
-        give no port, or a loopback URL, which would mean another host to a decode elsewhere.
+        The port given with the URL comes before the one that the instance reports. The reported host is used if no port
+        was given. It is also used if the URL is a loopback one, which would mean another host to a decode elsewhere.
         """
         report = self.report
         knows_better = self.bootstrap_port is None or is_loopback(self.host)
         host = (report.bootstrap_host if knows_better else "") or self.host
         return host, self.bootstrap_port or report.bootstrap_port or DEFAULT_BOOTSTRAP_PORT
+
+    @property
+    def member_state(self) -> MemberState:
+        """Its membership in the fleet."""
+        return self.withheld or (MemberState.READY if self.was_healthy else MemberState.JOINING)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no request, chosen ones that were not sent yet included."""
+        return not (self.in_flight or self.answers or self.handed_over)
 
     @property
     def running(self) -> int:
@@ -224,7 +243,7 @@ class Instance:
         is_changed = report.bootstrap_port != self.report.bootstrap_port
         if is_changed and self.bootstrap_port and report.bootstrap_port not in (None, self.bootstrap_port):
             logger.warning(
-                "%s says that its bootstrap port is %s; --prefill says %s, which decodes are told",
+                "%s says that its bootstrap port is %s; its URL came with %s, which decodes are told",
                 *(self, report.bootstrap_port, self.bootstrap_port),
             )
         before, self.report = self.report, report
@@ -235,7 +254,7 @@ class Instance:
         return None
 
     def _take_role(self, before: HealthReport) -> None:
-        """Set the role by the instance's report, or by the options if it reports none. ``before``: the previous report.
+        """Set the role by the instance's report; if it reports none, to the given one. ``before``: the previous report.
 
         An instance that reports "unified" can be either leg of a pair. It keeps its role, unless it reported "prefill"
         or "decode" before. Then it becomes a worker.
@@ -254,6 +273,7 @@ class Instance:
             "role": self.role,
             "epoch": self.report.epoch or None,
             "bootstrap_port": self.bootstrap_address[1] if self.role is Role.PREFILL else None,
+            "member_state": self.member_state,
             "state": self.state,
             "reason": self.reason,
             "in_flight": self.in_flight,

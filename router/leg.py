@@ -23,6 +23,7 @@ from .errors import (
     AnswerTooLongError,
     InstanceCrashedError,
     InstanceGoneError,
+    InstanceRemovedError,
     InstanceSilentError,
     InstanceUnreachableError,
     RouterError,
@@ -32,6 +33,7 @@ from .errors import (
 from .fleet import Fleet
 from .headers import Headers, passed_back
 from .instance import Instance
+from .membership import MemberState
 
 MAX_WHOLE_BYTES = 1 << 24
 """Maximum length of an error or of a ticket."""
@@ -75,7 +77,7 @@ class Leg:
         self._patience = limits.first_byte
         self._spoke_at = time.monotonic()
         self._task: asyncio.Task[Any] | None = None
-        self._given_up = ""
+        self._given_up: RouterError | None = None
         self._renewal: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
@@ -95,8 +97,8 @@ class Leg:
         if self._answer is not None:
             self._answer.close()
         # If the task was cancelled for another reason as well, it ends as cancelled.
-        if self._given_up and isinstance(error, asyncio.CancelledError) and self._task and not self._task.uncancel():
-            gone = InstanceCrashedError(self._given_up)
+        gone = self._given_up
+        if gone is not None and isinstance(error, asyncio.CancelledError) and self._task and not self._task.uncancel():
             gone.url = self.instance.url
             raise gone from None
 
@@ -105,10 +107,23 @@ class Leg:
 
         Do nothing if the instance sent more than keep-alives after ``since`` (``time.monotonic()``).
         """
-        if self._given_up or self._task is None or self._spoke_at > since:
-            return
-        self._given_up = f"{self.instance} hangs: {reason}"
-        self._task.cancel()
+        if self._spoke_at <= since:
+            self._cancel(InstanceCrashedError(f"{self.instance} hangs: {reason}"))
+
+    def instance_removed(self) -> None:
+        """Cancel the task of this request, because its instance was removed from the fleet.
+
+        Its block ends with ``InstanceRemovedError``.
+        """
+        self._cancel(self._removed())
+
+    def _cancel(self, reason: RouterError) -> None:
+        if self._given_up is None and self._task is not None:
+            self._given_up = reason
+            self._task.cancel()
+
+    def _removed(self) -> InstanceRemovedError:
+        return InstanceRemovedError(f"{self.instance} was removed from this router")
 
     async def open(self, path: str, body: Body, headers: Headers, *, streams: bool) -> ClientResponse:
         """Send the request and wait for the answer's head.
@@ -120,6 +135,8 @@ class Leg:
         Raises ``InstanceGoneError``, ``InstanceSilentError``, or ``InstanceAnsweredError`` for a status that is not in
         ``SUCCESS``.
         """
+        if self.instance.withheld is MemberState.GONE:  # since it was chosen
+            raise self._removed()
         url, limits = self.instance.url, self._limits
         patience = limits.first_byte if streams else limits.unseen
         try:

@@ -20,7 +20,6 @@ from .client_bodies import ClientBodies
 from .endpoints import ControlAnswer, ControlEndpoints, answer_of, until_disconnect
 from .errors import BadRequestError, InstanceSilentError, NoInstanceError
 from .fleet import Fleet
-from .instance import Instance, Role
 from .tasks import drop
 
 SESSION_SECONDS = 600.0
@@ -122,7 +121,7 @@ class SessionEndpoints:
 
     async def _ask_in_turn(self, request: Request, body: bytes, query: str) -> Response:
         refused: ControlAnswer | None = None
-        for instance in self._in_order():
+        for instance in self._fleet.answer_order():
             answer = await self._control.ask(instance, request, body, seconds=SESSION_SECONDS, query=query)
             if answer.is_late:
                 raise InstanceSilentError(answer.body)
@@ -131,10 +130,5 @@ class SessionEndpoints:
             if answer.status and (refused is None or refused.status in NOT_HERE):
                 refused = answer
         if refused is None:
-            raise NoInstanceError("no instance is healthy")
+            raise NoInstanceError(self._fleet.shortage("no instance is healthy"))
         return answer_of(refused)
-
-    def _in_order(self) -> list[Instance]:
-        """Return the healthy instances: workers first, then decodes, then prefills."""
-        order = (Role.UNIFIED, Role.DECODE, Role.PREFILL)
-        return sorted(self._fleet.healthy(), key=lambda instance: order.index(instance.role))

@@ -145,6 +145,14 @@ class HttpClient:
         finally:
             answer.close()
 
+    def forget(self, url: str) -> None:
+        """Close the connections to the server at ``url`` that are kept. Those in use close soon after their answers.
+
+        A proof of the server stays valid for this URL alone: another server that shows it is still refused.
+        """
+        if (server := self._servers.pop(url, None)) is not None:
+            server.pool.close()
+
     def close(self) -> None:
         """Close the connections that are kept."""
         for server in self._servers.values():

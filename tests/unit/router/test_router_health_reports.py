@@ -43,7 +43,7 @@ def test_a_bootstrap_port_that_the_prefill_does_not_know_is_reported_once(caplog
     for port in (7000, 9000, 9000):
         instance.learn(HealthReport(epoch="e", role="prefill", bootstrap_port=port))
     assert [r.getMessage() for r in caplog.records if "bootstrap port" in r.getMessage()] == [
-        "prefill http://a:1 says that its bootstrap port is 9000; --prefill says 7000, which decodes are told"
+        "prefill http://a:1 says that its bootstrap port is 9000; its URL came with 7000, which decodes are told"
     ]
 
 

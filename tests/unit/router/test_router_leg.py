@@ -17,6 +17,7 @@ from pdserve.router.errors import (
     InstanceAnsweredError,
     InstanceCrashedError,
     InstanceGoneError,
+    InstanceRemovedError,
     InstanceSilentError,
     InstanceUnreachableError,
     RouterError,
@@ -119,6 +120,20 @@ def test_a_leg_that_has_been_told_something_since_goes_on():
 
 def test_a_client_that_leaves_as_its_instance_hangs_has_left():
     assert isinstance(give_up(time.monotonic() + 1, leaves=True), asyncio.CancelledError)
+
+
+def test_nothing_is_sent_to_an_instance_that_was_removed_since_it_was_chosen() -> None:
+    async def run() -> None:
+        fleet = Fleet(RouterOptions(worker=["http://127.0.0.1:1"]))
+        [instance] = fleet.instances
+        client = Client(ConnectionRefusedError("asked"))
+        async with Leg(client, fleet, instance, LegLimits(5.0, 7.0, 60.0)) as leg:
+            fleet.remove(instance)
+            await leg.open("/generate", b"{}", [], streams=False)
+
+    with pytest.raises(InstanceRemovedError, match="was removed from this router") as error:
+        asyncio.run(run())
+    assert error.value.url == "http://127.0.0.1:1"
 
 
 class Opened:
