@@ -24,6 +24,7 @@ KEYS = {
     Access.USER: "any",
     Access.CACHE: "the admin's, if there are keys",
     Access.ADMIN: "the admin's",
+    Access.ROUTER_ADMIN: "the router's admin's",
 }
 AT_ROUTER = {
     AtRouter.NOT_FOUND: "404",

@@ -32,9 +32,11 @@ from .errors import RouterError
 from .fleet import Fleet
 from .health import HealthMonitor
 from .kept_responses import ResponsesEndpoint
+from .members import Members
 from .metrics import RouterMetrics
 from .options import RouterOptions
 from .sessions import SessionEndpoints
+from .workers import WorkerEndpoints
 
 DEAD_HOST_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -68,10 +70,12 @@ def make_app(
     """
     fleet = Fleet(options)
     client = make_client(options)
+    monitor = HealthMonitor(fleet, client, options)
     dispatcher = Dispatcher(fleet, client, options)
     bodies = ClientBodies(options.max_body_bytes, options.max_held_body_bytes)
     control = ControlEndpoints(fleet, client, bodies, options)
     sessions = SessionEndpoints(control, fleet, bodies)
+    workers = WorkerEndpoints(Members(fleet, monitor, client, options.member_drain_timeout), bodies)
     generation = GenerationEndpoint(dispatcher, bodies)
     health_prompt = GenerationEndpoint(dispatcher, bodies, orjson.dumps(HEALTH_PROMPT))
     keeper = open_responses(options, is_router=True)
@@ -84,7 +88,7 @@ def make_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        checks = asyncio.create_task(HealthMonitor(fleet, client, options).run())
+        checks = asyncio.create_task(monitor.run())
         checks.add_done_callback(ended)
         try:
             yield
@@ -98,6 +102,7 @@ def make_app(
         routes=make_routes(
             {
                 **own_endpoints(control, sessions, metrics),
+                **worker_endpoints(workers),
                 **response_endpoints(generation, keeper, bodies),
                 "health_generate": health_prompt,
             },
@@ -139,6 +144,16 @@ def response_endpoints(generation: GenerationEndpoint, keeper: ResponseKeeper, b
         "get_response": keeper.get,
         "cancel_response": keeper.cancel,
         "delete_response": keeper.delete,
+    }
+
+
+def worker_endpoints(workers: WorkerEndpoints) -> Endpoints:
+    """Return the endpoints of ``/workers``."""
+    return {
+        "list_workers": workers.listed,
+        "add_worker": workers.add,
+        "change_worker": workers.change,
+        "remove_worker": workers.remove,
     }
 
 

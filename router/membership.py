@@ -7,8 +7,8 @@
     DRAINING ──cordoned or readmitted──▶ as above
     any but GONE ──removed──▶ GONE
 
-GONE is final: an instance that is added again is a new
-member. Whether a member is healthy is another question (``HealthState``): a READY one may be down for a while.
+GONE is final: an instance that is added again is a new member. Whether a member is healthy is another question
+(``HealthState``): a READY one may be down for a while.
 """
 
 from __future__ import annotations

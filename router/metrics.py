@@ -17,11 +17,14 @@ from ..runtime.web.paths import AtRouter
 from ..runtime.web.prometheus import MetricsPage, exposed
 from .fleet import Fleet
 from .instance import HealthState, Instance
+from .membership import MemberState
 
 SECONDS = (
     *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
+PRESENT = tuple(state for state in MemberState if state is not MemberState.GONE)
+"""States of the instances that a router has."""
 RETRIED = (502, 503)
 """Statuses with a counter from the start, even at 0."""
 
@@ -112,8 +115,15 @@ METRICS: Metrics[RouterMetrics] = (
         "status",
     ),
     gauge(
+        "pdserve_router_instances",
+        "Instances by their membership.",
+        lambda m: {state.value: sum(i.member_state is state for i in m.fleet.instances) for state in PRESENT},
+        "state",
+        note="Only those in state ready are sent requests, while they are healthy.",
+    ),
+    gauge(
         "pdserve_router_instance_healthy",
-        "1 for an instance that is sent requests.",
+        "1 for an instance that passes its health checks.",
         _each(lambda i: i.state is HealthState.HEALTHY),
         *LABELS,
     ),

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from ..runtime.cluster_secret import ClusterSecretError, RouterKeys
 from ..runtime.options import opt, section
 from ..runtime.process_options import LogOptions
-from ..runtime.web.keys import KeyFileError, check_keys
+from ..runtime.web.keys import KeyFileError, check_keys, read_keys
 from ..runtime.web.options import AccessOptions
 from ..runtime.web.proxies import TrustedProxies
 from ..runtime.web.responses.options import ResponseOptions
@@ -22,7 +22,7 @@ class RouterOptionsError(ValueError):
 @section("Instances", order=5)
 @dataclass(frozen=True, kw_only=True)
 class RouterTargets:
-    """The instances that a router starts with."""
+    """The instances that a router starts with. More can be added later (``POST /workers``)."""
 
     prefill: list[str] = opt(
         default_factory=list,
@@ -34,6 +34,13 @@ class RouterTargets:
         help=(
             "URL of a unified instance, which serves whole requests; may be repeated. Requests go to the side with "
             "fewer pending prompt tokens, then with fewer running requests."
+        ),
+    )
+    allow_no_instances: bool = opt(
+        default=False,
+        help=(
+            "Start without instances that can serve, because an admin adds them by POST /workers. Until then, requests "
+            "are answered with 503."
         ),
     )
 
@@ -91,6 +98,13 @@ class RoutingOptions(PolicyOptions):
         default=1.5,
         help="Seconds after its first failure in which a request is retried, or waits for an instance to come back.",
     )
+    member_drain_timeout: float = opt(
+        default=600.0,
+        help=(
+            "Seconds for the running requests of an instance that DELETE /workers drains. Then it is removed, and "
+            "those left are retried elsewhere or fail."
+        ),
+    )
     max_body_bytes: int = opt(
         default=32 * 2**20, help="Maximum size of a request body; a larger one is answered with 413."
     )
@@ -119,6 +133,7 @@ class RoutingOptions(PolicyOptions):
             "connect_timeout",
             "first_byte_timeout",
             "idle_timeout",
+            "member_drain_timeout",
             "max_body_bytes",
             "cache_table_blocks",
         )
@@ -173,13 +188,9 @@ class RouterOptions(RoutingOptions, RouterTargets, AccessOptions, ResponseOption
         parse_prefill(self.prefill)
         for url in [*self.decode, *self.worker]:
             check_url(url)
-        if bool(self.prefill) != bool(self.decode):
-            given, missing = ("--prefill", "--decode") if self.prefill else ("--decode", "--prefill")
-            raise RouterOptionsError(f"{given} is of no use without {missing}: give at least one URL of each")
-        if not self.prefill and not self.worker:
-            raise RouterOptionsError("nothing to route to: give --prefill and --decode, or --worker")
         try:
             check_keys(self)
+            self._check_instances()
         except KeyFileError as exc:
             raise RouterOptionsError(str(exc)) from None
         try:
@@ -194,6 +205,29 @@ class RouterOptions(RoutingOptions, RouterTargets, AccessOptions, ResponseOption
             raise RouterOptionsError(problem)
         self.check_routing()
         require_above_zero(self, "send_timeout", "keep_alive_timeout", "max_concurrent_requests")
+
+    def _check_instances(self) -> None:
+        """Raise ``RouterOptionsError`` if the instances can't serve and need not, or if no admin could add others.
+
+        Also raises ``KeyFileError``.
+        """
+        if self.allow_no_instances:
+            if not (
+                self.prefill or self.decode or self.worker or self.cluster_secret_file or read_keys(self).has_admin
+            ):
+                raise RouterOptionsError(
+                    "--allow-no-instances: nobody could add any by POST /workers, which needs an admin key: give "
+                    "--admin-key-file or a single API key"
+                )
+            return
+        if bool(self.prefill) != bool(self.decode):
+            given, missing = ("--prefill", "--decode") if self.prefill else ("--decode", "--prefill")
+            raise RouterOptionsError(f"{given} is of no use without {missing}: give at least one URL of each")
+        if not self.prefill and not self.worker:
+            raise RouterOptionsError(
+                "nothing to route to: give --prefill and --decode, or --worker, or --allow-no-instances to add "
+                "instances later"
+            )
 
 
 def require_above_zero(options: RoutingOptions, *names: str) -> None:
@@ -232,7 +266,8 @@ def check_url(url: str) -> str:
     wanted = f"{url!r} is not an instance's URL: write it like http://127.0.0.1:30000"
     try:
         parts = urlsplit(url)
-        usable = url.isascii() and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_text = url.isascii() and url.isprintable() and " " not in url
+        usable = is_text and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         raise RouterOptionsError(wanted) from None
     if not usable or parts.query or parts.fragment or parts.path not in ("", "/"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..router.options import RouterOptions, RouterOptionsError, RoutingOptions
+from ..router.options import RouterOptions, RouterOptionsError, RouterTargets, RoutingOptions
 from ..runtime.disaggregation_options import DisaggregationMode
 from ..runtime.options import HIDDEN, opt, section
 from ..runtime.transfer_backends import TransferBackendName
@@ -134,7 +134,10 @@ class ClusterOptions(ShapeOptions, RoutingOptions, ServerOptions):
     def router_options(self, **changes: Any) -> RouterOptions:
         """Return the router's options: the cluster's own values, except for the fields that ``changes`` sets.
 
-        ``changes`` must name the instances that the router sends requests to.
+        ``changes`` must name the instances that the router sends requests to. A cluster has no options of
+        ``RouterTargets``.
         """
-        common = {item.name: getattr(self, item.name) for item in fields(RouterOptions) if item.name not in changes}
+        targets = {item.name for item in fields(RouterTargets)}
+        names = {item.name for item in fields(RouterOptions)} - targets - changes.keys()
+        common = {name: getattr(self, name) for name in names}
         return RouterOptions(**common, **changes)

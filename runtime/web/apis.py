@@ -19,11 +19,12 @@ from itertools import chain
 
 from .errors import ErrorShape, anthropic_error, llama_error, message_error, plain_error
 from .moved_answer import MOVED_PATH
-from .paths import DELETE, GET, GET_OR_POST, POST, Access, AtRouter, PathFacts, PathTable, PromptFields, Server
+from .paths import DELETE, GET, GET_OR_POST, PATCH, POST, Access, AtRouter, PathFacts, PathTable, PromptFields, Server
 from .sse import OPENAI_STREAM, StreamFormat
 
 NOT_FOUND, ASK_ONE, OWN = AtRouter.NOT_FOUND, AtRouter.ASK_ONE, AtRouter.OWN
 OPEN, METRICS, USER, CACHE, ADMIN = Access.OPEN, Access.METRICS, Access.USER, Access.CACHE, Access.ADMIN
+ROUTER_ADMIN = Access.ROUTER_ADMIN
 
 Api = tuple[PathFacts, ...]
 
@@ -144,6 +145,11 @@ def read_prompt(
 def delete(path: str, endpoint: str, does: str, at_router: AtRouter, access: Access = USER) -> PathFacts:
     """Declare a path that is served for DELETE. The arguments are fields of ``PathFacts``."""
     return PathFacts(path, DELETE, endpoint, does, at_router, access)
+
+
+def patch(path: str, endpoint: str, does: str, at_router: AtRouter, access: Access = USER) -> PathFacts:
+    """Declare a path that is served for PATCH. The arguments are fields of ``PathFacts``."""
+    return PathFacts(path, PATCH, endpoint, does, at_router, access)
 
 
 NATIVE = generate(
@@ -368,6 +374,13 @@ APIS: tuple[Api, ...] = (
         post("/start_profile", "admin.profiling:start_profile", "trace what the workers compute", NOT_FOUND, ADMIN),
         post("/stop_profile", "admin.profiling:stop_profile", "end a trace before its time", NOT_FOUND, ADMIN),
         post("/flush_cache", "admin.cache:flush_cache", "drop cached prefixes", OWN, CACHE),
+    ),
+    # The instances of a router
+    api(
+        get("/workers", ":list_workers", "the router's instances, of all roles", OWN, ROUTER_ADMIN),
+        post("/workers", ":add_worker", "add an instance", OWN, ROUTER_ADMIN),
+        patch("/workers", ":change_worker", "cordon an instance, or send it requests again", OWN, ROUTER_ADMIN),
+        delete("/workers", ":remove_worker", "drain an instance, and remove it", OWN, ROUTER_ADMIN),
     ),
     # The model, as OpenAI lists it
     api(

@@ -122,11 +122,13 @@ class ApiKeyAuth:
         return self._keys.caller(headers, routers_sign=routers_sign)
 
     def _needs_admin(self, access: Access, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Return whether a request needs the admin key at this server. ``access``: what its path is for.
+        """Return whether a request needs the admin key of this server. ``access``: what its path is for.
 
         A router without keys of its own leaves the client's key to the instances. There, only a request for admins
         without any key needs it here, since every instance would refuse that.
         """
+        if access is Access.ROUTER_ADMIN:
+            return True
         if self._is_router and not self._keys:
             return access is Access.ADMIN and not any(name in KEY_HEADERS for name, _ in headers)
         return access is Access.ADMIN or (access is Access.CACHE and bool(self._keys))

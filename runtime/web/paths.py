@@ -13,7 +13,7 @@ from .errors import ErrorShape, plain_error
 from .sse import OPENAI_STREAM, StreamFormat
 
 DOT_SEGMENTS = frozenset({".", ".."})
-GET, POST, DELETE, GET_OR_POST = ("GET",), ("POST",), ("DELETE",), ("GET", "POST")
+GET, POST, PATCH, DELETE, GET_OR_POST = ("GET",), ("POST",), ("PATCH",), ("DELETE",), ("GET", "POST")
 
 
 class Access(Enum):
@@ -30,6 +30,17 @@ class Access(Enum):
     """
     ADMIN = auto()
     """The admin key or the only key. A server that was given neither draws an admin key at its start."""
+    ROUTER_ADMIN = auto()
+    """The admin key or the only key of the router itself. A router that has neither refuses the request.
+
+    A router without keys passes requests of ``ADMIN`` on, and instances check the key. Nothing would check it for
+    these.
+    """
+
+    @property
+    def is_admins(self) -> bool:
+        """Whether only an admin may use the path, whichever keys the server has."""
+        return self in (Access.ADMIN, Access.ROUTER_ADMIN)
 
 
 class AtRouter(Enum):

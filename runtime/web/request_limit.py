@@ -59,7 +59,7 @@ class RequestLimit:
         facts = self._table.find(scope["path"], scope["method"])
         if facts is None:
             return LimitClass.WORK
-        if facts.access is Access.ADMIN and Caller.of(scope).is_admin:
+        if facts.access.is_admins and Caller.of(scope).is_admin:
             return LimitClass.FREE
         if facts.is_poll and facts.access is not Access.USER:
             return LimitClass.FREE

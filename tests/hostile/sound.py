@@ -313,6 +313,7 @@ FORBIDDEN: dict[str, Json | None] = {
     "/start_profile": {"output_dir": "../x"},
     "/stop_profile": {},
     "/flush_cache": {},
+    "/workers": {"url": "http://127.0.0.1:1"},
 }
 """Bodies of orders that a user key must not give, by path. None: the path takes GET."""
 

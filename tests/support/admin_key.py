@@ -11,7 +11,7 @@ from pdserve.runtime.web.paths import Access
 
 ADMIN_KEY = "the-admin-key-of-tests"
 NEEDS_ADMIN = {
-    *(facts.path for facts in PATHS if facts.access in (Access.ADMIN, Access.CACHE)),
+    *(facts.path for facts in PATHS if facts.access.is_admins or facts.access is Access.CACHE),
     *("/server_info", "/get_server_info", "/abort_request"),
 }
 """Paths that do more for an admin, or nothing for others."""

@@ -28,7 +28,7 @@ USUAL = {"content-type": "application/json"}
 """Headers that are left out, because most answers have them."""
 CHANGING = re.compile(
     r"(.*_ms|ms|.*seconds|.*_duration|e2e_latency|created|created_at|modified_at|digest|size|pdserve|started|expires|epoch|n_written|version|url|"
-    r"cached_tokens|flushed|bootstrap_port|pace|root|.*_path|fingerprint)$"
+    r"cached_tokens|flushed|in_flight|bootstrap_port|pace|root|.*_path|fingerprint)$"
 )
 """Fields with masked values, by name."""
 TEXT_MASKS = (

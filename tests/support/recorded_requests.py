@@ -184,7 +184,7 @@ def access() -> Iterator[Recorded]:
             if facts.access is not Access.OPEN:
                 yield Recorded(front, method, path, NONE, body)
                 yield Recorded(front, method, path, WRONG, body)
-            if facts.access in (Access.ADMIN, Access.CACHE):
+            if facts.access.is_admins or facts.access is Access.CACHE:
                 yield Recorded(front, method, path, USER, body)
             yield Recorded(front, "PUT", path, ADMIN, body)
             if facts.methods == POST:
@@ -245,6 +245,19 @@ def orders() -> Iterator[Recorded]:
     for front in FRONTS:
         for path, key, body in ORDERS:
             yield Recorded(front, "POST", path, key, body)
+
+
+def workers() -> Iterator[Recorded]:
+    """Yield orders about the instances of a router that are refused."""
+    absent = "/workers?url=http://127.0.0.1:1"
+    for front in FRONTS:
+        yield Recorded(front, "POST", "/workers", ADMIN, {"url": "127.0.0.1:1"})
+        yield Recorded(front, "POST", "/workers", ADMIN, {"url": "http://127.0.0.1:1", "role": "king"})
+        yield Recorded(front, "POST", "/workers", ADMIN, {"url": "http://127.0.0.1:1", "rank": 1})
+        yield Recorded(front, "PATCH", absent, ADMIN, {"state": "cordoned"})
+        yield Recorded(front, "DELETE", absent, ADMIN)
+        yield Recorded(front, "DELETE", absent, USER)
+        yield Recorded(front, "DELETE", f"{absent}&drain=maybe", ADMIN)
 
 
 def sessions() -> Iterator[Recorded]:
@@ -313,4 +326,4 @@ def readouts() -> Iterator[Recorded]:
 def all_requests() -> list[Recorded]:
     """Return the requests, the same ones in the same order at every call."""
     rng = random.Random(SEED)
-    return [*questions(), *generations(rng), *readouts(), *sessions(), *orders(), *access()]
+    return [*questions(), *generations(rng), *readouts(), *sessions(), *orders(), *workers(), *access()]

@@ -39,6 +39,7 @@ MAY = {
     Access.USER: {"user", "admin"},
     Access.CACHE: {"admin"},
     Access.ADMIN: {"admin"},
+    Access.ROUTER_ADMIN: {"admin"},
 }
 NOT_THE_USERS = {
     Access.OPEN: {"/", "/health", "/ping", "/readyz", "/livez", "/moved"},
@@ -46,6 +47,7 @@ NOT_THE_USERS = {
     Access.CACHE: {"/flush_cache"},
     Access.ADMIN: {"/transfers", "/kv/resize", "/kv/hashes", "/migrate", "/drain", "/role"}
     | {"/release_memory_occupation", "/resume_memory_occupation", "/start_profile", "/stop_profile"},
+    Access.ROUTER_ADMIN: {"/workers"},
 }
 ERROR_FIELDS = {"message", "type", "code", "param", "status"}
 
@@ -172,7 +174,8 @@ def test_without_keys_no_client_is_the_admin_and_a_router_leaves_it_to_the_insta
                     answer = await client.request(facts.methods[0], path_of(facts))
                 case = (facts.path, name)
                 # An order that shows no key is refused everywhere: a router has nothing to pass on.
-                if facts.access is Access.ADMIN and (is_instance or not headers):
+                refused = facts.access is Access.ADMIN and (is_instance or not headers)
+                if refused or facts.access is Access.ROUTER_ADMIN:
                     assert is_error(answer, 401), case
                     assert "--admin-key-file" in answer.json()["error"]["message"]
                 else:

@@ -13,7 +13,7 @@ from pdserve.runtime.web.access_log import AccessRecord
 from pdserve.runtime.web.apis import PATHS, path_table
 from pdserve.runtime.web.auth import ApiKeyAuth
 from pdserve.runtime.web.keys import ADMIN, ANYBODY, SCOPE_KEY, Caller, Keys
-from pdserve.runtime.web.paths import Access, PathFacts, Server
+from pdserve.runtime.web.paths import PathFacts, Server
 from pdserve.runtime.web.request_limit import RequestLimit
 
 TABLE = path_table(Server.ROUTER)
@@ -75,7 +75,7 @@ def test_what_a_router_passes_on_has_a_limit(facts: PathFacts) -> None:
 
 
 def test_an_admins_order_is_always_served() -> None:
-    orders = [facts.path for facts in PATHS if facts.access is Access.ADMIN and Server.ROUTER in facts.servers]
+    orders = [facts.path for facts in PATHS if facts.access.is_admins and Server.ROUTER in facts.servers]
     assert orders
     for path in orders:
         assert statuses(("/generate", ANYBODY), (path, ADMINS), (path, ADMINS)) == [200, 200, 200]
