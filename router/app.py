@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 import orjson
@@ -33,6 +33,7 @@ from .fleet import Fleet
 from .health import HealthMonitor
 from .kept_responses import ResponsesEndpoint
 from .members import Members
+from .members_file import MembersFile
 from .metrics import RouterMetrics
 from .options import RouterOptions
 from .sessions import SessionEndpoints
@@ -63,9 +64,9 @@ def make_client(options: RouterOptions) -> HttpClient:
 def make_app(
     options: RouterOptions, on_fault: Callable[[BaseException], None], own_admin_key: str | None = None
 ) -> ASGIApp:
-    """Make the router's ASGI application. Its lifespan runs the health checks.
+    """Make the router's ASGI application. Its lifespan runs the health checks, and follows ``--members-file``.
 
-    ``on_fault`` is called when the health checks fail themselves. The states of instances are then no longer true, so
+    ``on_fault`` is called when one of the two fails itself. The states of instances are then no longer true, so
     it must end the process. ``own_admin_key``: the admin key that the router drew at its start, None if it drew none.
     """
     fleet = Fleet(options)
@@ -75,26 +76,20 @@ def make_app(
     bodies = ClientBodies(options.max_body_bytes, options.max_held_body_bytes)
     control = ControlEndpoints(fleet, client, bodies, options)
     sessions = SessionEndpoints(control, fleet, bodies)
-    workers = WorkerEndpoints(Members(fleet, monitor, client, options.member_drain_timeout), bodies)
+    members = Members(fleet, monitor, client, options.member_drain_timeout)
     generation = GenerationEndpoint(dispatcher, bodies)
     health_prompt = GenerationEndpoint(dispatcher, bodies, orjson.dumps(HEALTH_PROMPT))
     keeper = open_responses(options, is_router=True)
     access_counts = AccessCounts()
     metrics = RouterMetrics(fleet, access_counts)
 
-    def ended(checks: asyncio.Task[None]) -> None:
-        if not checks.cancelled() and (error := checks.exception()):
-            on_fault(error)
-
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        checks = asyncio.create_task(monitor.run())
-        checks.add_done_callback(ended)
+        files = [] if options.members_file is None else [MembersFile(options.members_file, members)]
         try:
-            yield
+            async with in_background(on_fault, monitor.run, *(file.run for file in files)):
+                yield
         finally:
-            checks.cancel()
-            await asyncio.wait((checks,))
             client.close()
             keeper.close()
 
@@ -102,7 +97,7 @@ def make_app(
         routes=make_routes(
             {
                 **own_endpoints(control, sessions, metrics),
-                **worker_endpoints(workers),
+                **worker_endpoints(WorkerEndpoints(members, bodies)),
                 **response_endpoints(generation, keeper, bodies),
                 "health_generate": health_prompt,
             },
@@ -120,6 +115,30 @@ def make_app(
         lifespan=lifespan,
     )
     return guard(app, options, Server.ROUTER, access_counts, metrics.observe, own_admin_key=own_admin_key)
+
+
+@contextlib.asynccontextmanager
+async def in_background(
+    on_fault: Callable[[BaseException], None], *jobs: Callable[[], Coroutine[Any, Any, None]]
+) -> AsyncIterator[None]:
+    """Run ``jobs`` until the block ends, and cancel them then. ``on_fault`` is called with the error of one that fails.
+
+    The first job has begun to run when the second one does.
+    """
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            on_fault(error)
+
+    tasks = [asyncio.create_task(job()) for job in jobs]
+    for task in tasks:
+        task.add_done_callback(ended)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 Endpoints = Mapping[str, Callable[..., Any]]

@@ -38,3 +38,5 @@ class Source(StrEnum):
     """An option of the command line."""
     API = "api"
     """``POST /workers``."""
+    FILE = "file"
+    """The file of ``--members-file``. The instance is drained when it vanishes from it."""

@@ -36,6 +36,14 @@ class RouterTargets:
             "fewer pending prompt tokens, then with fewer running requests."
         ),
     )
+    members_file: str | None = opt(
+        default=None,
+        help=(
+            'File with a JSON list of instances: [{"url": "http://10.0.0.5:30000"}, …], with "role" and '
+            '"bootstrap_port" if they are to be given. It is read every second. New instances are added, and those '
+            "that vanish are drained."
+        ),
+    )
     allow_no_instances: bool = opt(
         default=False,
         help=(
@@ -211,6 +219,8 @@ class RouterOptions(RoutingOptions, RouterTargets, AccessOptions, ResponseOption
 
         Also raises ``KeyFileError``.
         """
+        if self.members_file is not None:
+            return
         if self.allow_no_instances:
             if not (
                 self.prefill or self.decode or self.worker or self.cluster_secret_file or read_keys(self).has_admin
@@ -225,8 +235,8 @@ class RouterOptions(RoutingOptions, RouterTargets, AccessOptions, ResponseOption
             raise RouterOptionsError(f"{given} is of no use without {missing}: give at least one URL of each")
         if not self.prefill and not self.worker:
             raise RouterOptionsError(
-                "nothing to route to: give --prefill and --decode, or --worker, or --allow-no-instances to add "
-                "instances later"
+                "nothing to route to: give --prefill and --decode, or --worker, or --members-file, or "
+                "--allow-no-instances to add instances later"
             )
 
 

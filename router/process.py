@@ -34,6 +34,7 @@ from ..runtime.web.ports import http_url, listen
 from ..runtime.web.responses.response_files import ResponseFolderError
 from ..runtime.web.server import server_config
 from .app import make_app
+from .members_file import parse_members, read_members
 from .options import RouterOptions, RouterOptionsError, parse_prefill
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ def run_router(options: RouterOptions) -> int:
     harden(allow_dumps=options.allow_core_dumps)
     try:
         options.check()
+        if options.members_file is not None:
+            parse_members(options.members_file, read_members(options.members_file))
     except RouterOptionsError as exc:
         print(f"pdserve router: {exc}", file=sys.stderr)
         return EXIT_USAGE

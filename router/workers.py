@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -14,23 +14,13 @@ from .errors import BadRequestError, BodyTooLargeError
 from .instance import Instance, Role
 from .members import Members
 from .membership import MemberState, Source
-from .options import RouterOptionsError, check_url
+from .new_member import NewMember, checked_url
 
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 8 << 10
-MAX_URL_CHARS = 2048
-ROLES = {role.value: role for role in Role}
 STATES = (MemberState.READY, MemberState.CORDONED)
 """States that a ``PATCH`` can set."""
-
-
-class NewWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of ``POST /workers``."""
-
-    url: str
-    role: str | None = None
-    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
 
 
 class WorkerChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,13 +44,12 @@ class WorkerEndpoints:
     async def add(self, request: Request) -> Response:
         """POST /workers: add an instance, and answer 201 at once. It gets requests when a health check has passed."""
         _query(request)
-        body = await self._read(request, NewWorker)
-        role = None if body.role is None else ROLES.get(body.role)
-        if body.role is not None and role is None:
-            raise BadRequestError(f"role: is none of {', '.join(ROLES)}: {body.role[:60]!r}")
-        if body.bootstrap_port is not None and role not in (None, Role.PREFILL):
-            raise BadRequestError(f"bootstrap_port: a {role} has none; only prefills are asked for KV")
-        added = self._members.add(_checked(body.url), role, body.bootstrap_port, Source.API)
+        body = await self._read(request, NewMember)
+        try:
+            place = body.place()
+        except ValueError as exc:
+            raise BadRequestError(str(exc)) from None
+        added = self._members.add(*place, Source.API)
         return json_response(described(added), 201)
 
     async def change(self, request: Request) -> Response:
@@ -138,13 +127,7 @@ def _query(request: Request, *names: str) -> dict[str, str]:
 def _url(query: dict[str, str]) -> str:
     if "url" not in query:
         raise BadRequestError("url: name an instance by its URL, as in /workers?url=http://127.0.0.1:30000")
-    return _checked(query["url"])
-
-
-def _checked(url: str) -> str:
-    if len(url) > MAX_URL_CHARS:
-        raise BadRequestError(f"url: has {len(url)} characters, the limit is {MAX_URL_CHARS}")
     try:
-        return check_url(url)
-    except RouterOptionsError as exc:
-        raise BadRequestError(f"url: {exc}") from None
+        return checked_url(query["url"])
+    except ValueError as exc:
+        raise BadRequestError(str(exc)) from None
