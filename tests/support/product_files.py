@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("tests", "docs", "build")
+OTHERS = ("tests", "docs", "examples", "build")
 
 
 def product_files() -> Iterator[Path]:

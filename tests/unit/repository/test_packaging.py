@@ -27,12 +27,12 @@ from pdserve.server.http.openai.schemas import ChatBody, CompletionBody, StreamO
 from pdserve.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 COMPOSE = ROOT / "docker" / "compose.yaml"
 COMPOSE_CUDA = ROOT / "docker" / "compose.cuda.yaml"
 DOCKERFILES = [ROOT / "docker" / "Dockerfile", ROOT / "docker" / "Dockerfile.cuda"]
-NOT_PRODUCT = {"tests", "docs", "docker", "tools", "build", "dist"}
+NOT_PRODUCT = {"tests", "docs", "docker", "examples", "tools", "build", "dist"}
 SHIPPED = {".py", ".cpp", ".h", ".yaml"}
 FOREIGN_FLAGS = {"--build", "--wait", "--help", "--mix", "--experts", "--chosen", "--inner", "--no-deps"}
 FOREIGN_FLAGS |= {"--no-repack", "--wheels", "--only", "--dry-run", "--cache", "--page", "--limit"}
