@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -159,13 +160,17 @@ class BenchOptions:
             raise BenchOptionsError("a trace has its own arrival times: use --time-scale instead of --request-rate")
         if self.api_key is not None and self.api_key_file is not None:
             raise BenchOptionsError("--api-key and --api-key-file both give the key: drop --api-key")
-        self.key()
+        _ = self.key  # raises if the file can't be used
         if self.flush_cache and self.backend not in ("pdserve", "sglang"):
             raise BenchOptionsError("--flush-cache works with pdserve and sglang only")
         self._check_numbers()
 
+    @cached_property
     def key(self) -> str | None:
-        """Return the API key to send, or None. Raises ``BenchOptionsError`` if its file can't be used."""
+        """API key to send, or None. Raises ``BenchOptionsError`` if its file can't be used.
+
+        The file is read once, so that it may be a pipe.
+        """
         if self.api_key_file is None:
             return self.api_key
         try:

@@ -54,7 +54,7 @@ async def measure(options: BenchOptions, console: Console, notes: Console) -> li
     source = WorkloadSource(options)
     slo = Slo(options.slo_ttft_ms, options.slo_tpot_ms, options.slo_itl_ms, options.slo_e2e_ms)
     progress = ProgressView(notes)
-    client = HttpClient(options.base_url, options.key())
+    client = HttpClient(options.base_url, options.key)
     backend = make_backend(options)
     runs = []
     try:

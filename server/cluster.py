@@ -243,6 +243,7 @@ class Cluster:
         keys = read_keys(options)
         own_key = next(iter((*keys.users.values(), *keys.unnamed)), None)
         key = ' -H @<(echo "Authorization: Bearer $API_KEY")' if own_key else ""
+        shell = " in bash or zsh" if own_key else ""
         body = '{"text": "The capital of France is", "sampling_params": {"max_new_tokens": 32}, "stream": true}'
         lines = [f"\n{options.model_name} is served on {url}\n"]
         headers = {"authorization": f"Bearer {own_key}"} if own_key else {}
@@ -257,7 +258,9 @@ class Cluster:
             lines.append("\nNo --admin-key-file: orders that end or change these processes need the keys in\n")
             lines += files
         chat = f"pdserve chat --url {url}" + (" --api-key-file FILE" if own_key else "")
-        lines.append(f"\nTry it:\n\n  curl -N {url}/generate{key} -d '{body}'\n  {chat}\n\nCtrl-C stops everything.\n")
+        lines.append(
+            f"\nTry it{shell}:\n\n  curl -N {url}/generate{key} -d '{body}'\n  {chat}\n\nCtrl-C stops everything.\n"
+        )
         return "\n".join(lines)
 
 

@@ -15,7 +15,10 @@ PROCESS_BYTES = 256 << 20
 
 
 def router_memory(options: RouterOptions) -> int:
-    """Return the bytes that a router with ``options`` holds if all of its limits are reached at once."""
+    """Return the bytes that a router with ``options`` holds if all of its limits are reached at once.
+
+    Long events that wait for clients are not counted. The instances limit them, by their log-probabilities.
+    """
     bodies = options.max_held_body_bytes * 9 // 8  # small ones may exceed the limit by an eighth
     arriving = MAX_UPLOADS * options.max_body_bytes
     responses = int(options.responses_size * 1e6)

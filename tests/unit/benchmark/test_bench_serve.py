@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -107,6 +108,18 @@ def test_the_key_can_stand_in_a_file(server: TinyServer, tmp_path: Path, capsys:
     assert bench(server, "--api-key-file", str(tmp_path / "none")) == EXIT_USAGE
     assert "drop --api-key" in (said := capsys.readouterr().err)
     assert "none can't be read" in said
+
+
+def test_the_key_can_come_through_a_pipe(server: TinyServer) -> None:
+    """As of ``--api-key-file <(…)``. It can be read once."""
+    reader, writer = os.pipe()
+    os.write(writer, b"a-key\n")
+    os.close(writer)
+    try:
+        assert bench(server, "--api-key-file", f"/dev/fd/{reader}") == 0
+    finally:
+        os.close(reader)
+    assert server.keys == {"Bearer a-key"}
 
 
 def test_a_single_load_is_plotted_too(server: TinyServer, tmp_path: Path) -> None:

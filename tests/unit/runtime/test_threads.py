@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from support.machine import limit
 
 from pdserve.model_runner.device.gpu_placement import stay_near
 from pdserve.model_runner.device.placement import bind_calling_thread, confine, floating, plan_placement
-from pdserve.runtime.machine.threads import restrict_thread
+from pdserve.runtime.machine.threads import restrict_thread, set_niceness
 from pdserve.runtime.machine.topology import read_machine
 from tests.unit.runtime.test_placement import machine
 
@@ -71,3 +72,16 @@ def test_a_user_who_may_not_lower_the_niceness_of_threads_keeps_it() -> None:
     """A prefill of `pdserve up` has niceness 10, and the threads of its grammars ask for less."""
     done = subprocess.run([sys.executable, "-c", NICE], capture_output=True, text=True, timeout=limit(60))
     assert done.returncode == 0, done.stderr
+
+
+def test_a_system_that_tells_no_niceness_either_ends_no_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    monkeypatch.setattr(os, "getpriority", refuse)
+    with caplog.at_level("INFO"):
+        set_niceness(3)
+    assert "should be 3: Operation not permitted" in caplog.text
