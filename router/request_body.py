@@ -292,7 +292,7 @@ def _count_lists(data: bytes) -> int:
     """Count the lists in a JSON list; 0 for mixed kinds."""
     try:
         return len(msgspec.json.decode(data, type=list[_AnyList]))
-    except msgspec.ValidationError:
+    except (msgspec.DecodeError, RecursionError):  # not only lists, or nested too deeply
         return 0
 
 

@@ -199,7 +199,7 @@ APIS: tuple[Api, ...] = (
             "generate, OpenAI's shape",
             rid_prefix="cmpl-",
             prompts=("prompt",),
-            choices=("n", "best_of"),
+            choices=("n",),
         ),
         generate(
             "/v1/chat/completions",
@@ -207,7 +207,7 @@ APIS: tuple[Api, ...] = (
             "answer a conversation, OpenAI's shape",
             rid_prefix="chatcmpl-",
             parts=("tools", "messages"),
-            choices=("n", "best_of"),
+            choices=("n",),
         ),
     ),
     # llama-server's

@@ -109,7 +109,7 @@ class PathFacts(NamedTuple):
     prompt_fields: PromptFields = PromptFields()
     """Prompts in the bodies of a path that a router chooses instances for."""
     choice_fields: tuple[str, ...] = ()
-    """Fields of its bodies that say how many answers a prompt gets, or objects with ``n`` and ``best_of``, which do."""
+    """Fields of its bodies that say how many answers a prompt gets, or objects with ``n``, which does."""
 
     @property
     def only_reads(self) -> bool:

@@ -184,7 +184,7 @@ def test_a_prompts_length_is_guessed(path, fields, tokens):
     [
         ("/v1/completions", {"prompt": "a"}, 1),
         ("/v1/completions", {"prompt": "a", "n": 5}, 5),
-        ("/v1/completions", {"prompt": "a", "n": 5, "best_of": 7}, 7),
+        ("/v1/completions", {"prompt": "a", "n": 5, "best_of": 7}, 5),
         ("/v1/completions", {"prompt": ["a", "b", "c"], "n": 5}, 15),
         ("/v1/completions", {"prompt": ["a"] * 100}, MAX_ANSWERS),
         ("/v1/chat/completions", {"messages": [], "n": 64}, 64),
@@ -193,7 +193,7 @@ def test_a_prompts_length_is_guessed(path, fields, tokens):
         ("/generate", {"text": "a", "n": 9}, 1),
         ("/generate", {"text": "a", "sampling_params": {"n": 4, "stop": ["n"]}}, 4),
         ("/generate", {"text": ["a", "b"], "sampling_params": {"n": 4}}, 8),
-        ("/generate", {"text": ["a", "b"], "sampling_params": [{"n": 4}, {"best_of": 3}]}, 7),
+        ("/generate", {"text": ["a", "b"], "sampling_params": [{"n": 4}, {"n": 3}]}, 7),
         ("/generate", {"text": ["a", "b"], "sampling_params": [{"n": 4}, 5]}, 2),
         ("/generate", {"text": "a", "sampling_params": [{"n": 4}]}, 4),
         ("/generate", {"text": "a", "sampling_params": [{}] * 5000}, MAX_ANSWERS),
@@ -209,13 +209,26 @@ def test_choices_are_counted_as_answers(path, fields, answers):
     [
         *((text, 1) for text in ("true", "false", "null", '"9"', "-3", "0", "0.5", "[9]", "[]", "1e-400")),
         *(("2.0", 2), ("0.3e1", 3), ("1e2", MAX_ANSWERS), ("1e999", MAX_ANSWERS), ("9" * 1000, MAX_ANSWERS)),
-        *(("2." + "0" * 1000, MAX_ANSWERS), ('{"n":{"n":2}}', 1), ('{"n":3}', 3), ('{"n":"x"}', 1)),
+        *(("2." + "0" * 1000, 2), ("0." + "0" * 400 + "3e401", 3), ('{"n":{"n":2}}', 1), ('{"n":3}', 3), ('{"n":"x"}', 1)),
     ],
 )
 def test_a_number_of_choices_may_be_anything(number, answers):
     body = b'{"prompt": "a", "n": ' + number.encode() + b" }"
     facts = path_table(Server.ROUTER).find("/v1/completions")
     assert RequestBody.parse(body, facts=facts).answers == answers
+
+
+@pytest.mark.parametrize("around", [(b"{", b"}"), (b"[{", b"}]")])
+def test_choices_nested_too_deeply_are_refused_or_counted_once(around):
+    # How deep is too deep depends on the stack of the caller, and on whether a whole body or a part of it is decoded.
+    refused = 0
+    for depth in range(800, 1100):
+        choices = around[0] + b'"x":' + b"[" * depth + b"]" * depth + around[1]
+        try:
+            assert RequestBody.parse(b'{"text":"a","sampling_params":' + choices + b"}").answers == 1
+        except BadRequestError:
+            refused += 1
+    assert 0 < refused < 300
 
 
 def test_a_prompt_nested_deeply_is_measured_all_the_same():
