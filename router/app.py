@@ -23,6 +23,7 @@ from ..runtime.web.cluster_auth import OPEN_CLUSTER, ClusterClient
 from ..runtime.web.errors import error_fields
 from ..runtime.web.guard import guard
 from ..runtime.web.json_response import json_response
+from ..runtime.web.keys import read_keys
 from ..runtime.web.paths import AtRouter, Server
 from ..runtime.web.responses.keeper import ResponseKeeper, open_responses
 from .client_bodies import ClientBodies
@@ -77,7 +78,7 @@ def make_app(
     control = ControlEndpoints(fleet, client, bodies, options)
     sessions = SessionEndpoints(control, fleet, bodies)
     members = Members(fleet, monitor, client, options.member_drain_timeout)
-    generation = GenerationEndpoint(dispatcher, bodies)
+    generation = GenerationEndpoint(dispatcher, bodies, has_keys=bool(read_keys(options)))
     health_prompt = GenerationEndpoint(dispatcher, bodies, orjson.dumps(HEALTH_PROMPT))
     keeper = open_responses(options, is_router=True)
     access_counts = AccessCounts()

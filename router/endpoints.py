@@ -80,9 +80,13 @@ class GenerationEndpoint:
     router also notices at any moment that the client has left, even before the first byte.
     """
 
-    def __init__(self, dispatcher: Dispatcher, bodies: ClientBodies, fixed_body: bytes | None = None) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, bodies: ClientBodies, fixed_body: bytes | None = None, *, has_keys: bool = False
+    ) -> None:
+        """Serve with ``fixed_body`` instead of the client's, if given. ``has_keys``: the router checks clients' keys."""
         self._dispatcher = dispatcher
         self._bodies = bodies
+        self._has_keys = has_keys
         self._fixed_body = fixed_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,7 +109,7 @@ class GenerationEndpoint:
             body = await self._bodies.parse(self._fixed_body, record.request_id)
             return RoutedRequest(NATIVE.path, headers, Facts(body), is_probe=True)
         body = await self._bodies.parse(raw, record.request_id, record.facts)
-        facts = Facts(body, scope["headers"], Caller.of(scope).name)
+        facts = Facts(body, scope["headers"], Caller.of(scope).name, is_checked=self._has_keys)
         return RoutedRequest(scope["path"], headers, facts, record.stream_format)
 
     async def _serve(self, request: RoutedRequest, answer: ClientAnswer, receive: Receive) -> None:

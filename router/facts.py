@@ -16,11 +16,17 @@ MAX_BLOCKS = 2048
 class Facts:
     """Facts about one request, for all of its attempts. They cost nothing until a policy asks for them."""
 
-    def __init__(self, body: RequestBody, headers: Headers = (), key_name: str = "") -> None:
-        """Take the client's ``body`` and ``headers``. ``key_name``: the name of its API key, "" without one."""
+    def __init__(
+        self, body: RequestBody, headers: Headers = (), key_name: str = "", *, is_checked: bool = True
+    ) -> None:
+        """Take the client's ``body`` and ``headers``. ``key_name``: the name of its API key, "" without one.
+
+        ``is_checked``: the router has keys. A router without keys takes the name that a client gives.
+        """
         self.body = body
         self._headers = headers
         self._key_name = key_name
+        self._is_checked = is_checked
 
     @property
     def prompt_tokens(self) -> int:
@@ -28,9 +34,14 @@ class Facts:
         return self.body.prompt_tokens
 
     @property
+    def prompt_bytes(self) -> int:
+        """Length of the JSON of all prompts in bytes."""
+        return sum(len(memoryview(part)) for part in self.body.prompt)
+
+    @property
     def owner(self) -> str:
-        """Name of the client's API key, "" without one. A router without keys takes the name that a client gives."""
-        return self._key_name
+        """Name of the client's API key, "" without one. At a router without keys, all clients are one owner."""
+        return self._key_name if self._is_checked else ""
 
     @property
     def is_prompt_alone(self) -> bool:

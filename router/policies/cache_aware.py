@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from ..facts import Facts
+from ..facts import BLOCK_BYTES, Facts
 from ..instance import Instance, Role
 from ..load import work
 from ..targets import Target, legs
+from ..work import believed_tokens
 from .affinity import AffinityPolicy, Preference
 from .options import PolicyOptions
 from .prefix_table import PrefixTable
@@ -47,7 +48,8 @@ class CacheAwarePolicy(AffinityPolicy):
         if not known.blocks or known.blocks < self._threshold * len(blocks):
             return None
         chosen = self.least_loaded(role, [by_number[number] for number in known.holders], facts)
-        saved = facts.prompt_tokens * known.blocks // len(blocks)
+        tokens = believed_tokens(chosen, facts.prompt_tokens, facts.body.batch_size or 1)
+        saved = tokens * known.blocks * BLOCK_BYTES // facts.prompt_bytes
         # At a decode, prompts do not wait for each other.
         if role is not Role.DECODE and work(chosen) - min(map(work, candidates)) > saved:
             return None

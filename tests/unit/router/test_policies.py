@@ -493,12 +493,35 @@ def test_a_prefix_is_not_worth_a_longer_wait():
     facts = facts_of(text_of(1, 512 * 20))
     assert len(facts.blocks) == 20
     fleet.policy.began(w0, facts)
-    w0.prompt_tokens = facts.prompt_tokens
+    w0.prompt_tokens = 20 * 512 // 4
     assert fleet.pick(facts) is w0
     w0.prompt_tokens += 1
     assert fleet.pick(facts) is w1
     w1.prompt_tokens = 1
     assert fleet.pick(facts) is w0
+
+
+def test_a_prefix_saves_no_more_tokens_than_an_instance_takes():
+    fleet = make_fleet("cache_aware", workers=2, balance_abs_threshold=0)
+    w0, w1 = fleet.instances
+    facts = facts_of(text_of(1, 80_000))
+    fleet.policy.began(w0, facts)
+    w0.learn(HealthReport(pace=ReportedPace(10.0, 10.0, 1.0, 0.0, 4096)))
+    w0.prompt_tokens = 4000
+    assert fleet.pick(facts) is w0
+    w0.prompt_tokens = 4097
+    assert fleet.pick(facts) is w1
+
+
+def test_what_follows_the_blocks_of_a_prompt_is_not_saved():
+    fleet = make_fleet("cache_aware", workers=2, balance_abs_threshold=0)
+    w0, w1 = fleet.instances
+    facts = facts_of(text_of(1, 4 << 20))
+    fleet.policy.began(w0, facts)
+    w0.prompt_tokens = (1 << 20) // 4
+    assert fleet.pick(facts) is w0
+    w0.prompt_tokens += 1
+    assert fleet.pick(facts) is w1
 
 
 def test_a_prefix_at_a_decode_is_worth_more_answers_than_it_saves_tokens():

@@ -40,6 +40,7 @@ def test_the_session_key_is_the_most_specific_name_that_was_given(fields, header
 def test_the_owner_is_the_name_of_the_api_key():
     body = RequestBody.parse(b"{}")
     assert (Facts(body).owner, Facts(body, key_name="team").owner) == ("", "team")
+    assert Facts(body, key_name="team", is_checked=False).owner == ""
 
 
 def common(a: Facts, b: Facts) -> int:
