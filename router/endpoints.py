@@ -83,7 +83,7 @@ class GenerationEndpoint:
     def __init__(
         self, dispatcher: Dispatcher, bodies: ClientBodies, fixed_body: bytes | None = None, *, has_keys: bool = False
     ) -> None:
-        """Serve with ``fixed_body`` instead of the client's, if given. ``has_keys``: the router checks clients' keys."""
+        """Serve ``fixed_body`` instead of the client's, if given. ``has_keys``: whether the router checks keys."""
         self._dispatcher = dispatcher
         self._bodies = bodies
         self._has_keys = has_keys

@@ -13,10 +13,10 @@ MAX_OWNERS = 256
 """Maximum number of owners. Key files may have more keys."""
 DROPPED_PART = 64
 """A full table drops 1/64 of its blocks at a time, because finding the owners that have most takes long."""
-SHARE_BYTES, BLOCK_BYTES = 1024, 350
+SHARE_BYTES, BLOCK_BYTES = 1024, 300
 """Memory of a share, and for each of its blocks, above which it is copied. A dict never shrinks by itself.
 
-A dict that only grew has 71 to 116 bytes for each entry. So a share is copied once it has lost two thirds or more.
+A dict that only grew has 71 to 116 bytes for each entry. So a share is copied once it has lost 60 % or more.
 """
 
 Holders = tuple[int, ...]

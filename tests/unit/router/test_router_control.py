@@ -65,6 +65,28 @@ def test_instances_without_keys_hear_whose_request_it_is_too(tmp_path):
     body()
 
 
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_a_name_that_was_not_checked_owns_no_prefixes(has_keys, tmp_path, monkeypatch):
+    (tmp_path / "users").write_text("bob b-key\n")
+    made = []
+
+    class Recorded(endpoints.Facts):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(endpoints, "Facts", Recorded)
+
+    @scenario(**({"api_key": "a-third", "api_key_file": str(tmp_path / "users")} if has_keys else {}))
+    async def body(rig):
+        client = await rig.route(worker=[await rig.instance()])
+        headers = {"authorization": "Bearer b-key", "x-pdserve-key-name": "bob"}
+        assert (await client.post("/generate", json={"text": "x"}, headers=headers)).status_code == 200
+
+    body()
+    assert [facts.owner for facts in made] == ["bob" if has_keys else ""]
+
+
 @scenario()
 async def test_the_cache_is_not_flushed_by_a_get_nor_by_a_page(rig):
     w = await rig.instance()

@@ -209,7 +209,13 @@ def test_choices_are_counted_as_answers(path, fields, answers):
     [
         *((text, 1) for text in ("true", "false", "null", '"9"', "-3", "0", "0.5", "[9]", "[]", "1e-400")),
         *(("2.0", 2), ("0.3e1", 3), ("1e2", MAX_ANSWERS), ("1e999", MAX_ANSWERS), ("9" * 1000, MAX_ANSWERS)),
-        *(("2." + "0" * 1000, 2), ("0." + "0" * 400 + "3e401", 3), ('{"n":{"n":2}}', 1), ('{"n":3}', 3), ('{"n":"x"}', 1)),
+        *(
+            ("2." + "0" * 1000, 2),
+            ("0." + "0" * 400 + "3e401", 3),
+            ('{"n":{"n":2}}', 1),
+            ('{"n":3}', 3),
+            ('{"n":"x"}', 1),
+        ),
     ],
 )
 def test_a_number_of_choices_may_be_anything(number, answers):
