@@ -39,7 +39,7 @@ class PrefixTable:
     """Table of at most ``capacity`` blocks, with a list of them by last use (LRU) for each owner.
 
     A full table drops blocks of the owners that have most. So an owner keeps what it has up to an equal share, whatever
-    others send. Beyond ``MAX_OWNERS`` it drops all blocks of the owner whose last prompt is oldest.
+    others send. Beyond ``MAX_OWNERS`` it drops all blocks of the owner that was used longest ago.
 
     A block's hash covers all blocks before it, and the owner's name (``Facts.blocks``). All blocks of a prompt are used
     together, its end first, so the end of a prompt is dropped before its beginning.
