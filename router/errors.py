@@ -163,7 +163,7 @@ class SlowClientError(RouterError):
     """An instance ended an answer, or was lost, after the router had not read from it because its client did not read.
 
     An instance has a limit for clients that do not read, and to the instance the router is the client. So this says
-    nothing about the instance. The answer has begun, so there is no retry.
+    nothing about the instance. It is raised only after a part of the answer was passed on, so there is no retry.
     """
 
     status = 408

@@ -41,7 +41,8 @@ LONG_PAUSE_SECONDS = 1.0
 """Pause in reading from an instance after which the end of its connection may have been caused by the client.
 
 While a client does not read, neither does the router. The instance ends connections that are not read, by its
-``--send-timeout``. What the kernel has received by then can still be read for any time.
+``--send-timeout``. What the kernel has received by then can still be read for any time. The pause counts until that is
+read.
 """
 
 
@@ -76,6 +77,11 @@ class Leg:
         self._events = EventBuffer(ends=stream_format.event_ends)
         self._patience = limits.first_byte
         self._spoke_at = time.monotonic()
+        """When the instance last sent more than a keep-alive that had not waited for the router."""
+        self._was_behind_at = 0.0
+        """When the router last read something that may have waited for it."""
+        self._has_passed_on = False
+        """Whether a part of the answer has been returned to be sent to the client."""
         self._task: asyncio.Task[Any] | None = None
         self._given_up: RouterError | None = None
         self._renewal: asyncio.TimerHandle | None = None
@@ -194,6 +200,7 @@ class Leg:
         while size <= most and (part := await self.read()):
             parts.append(part)
             size += len(part)
+        self._has_passed_on = True
         return b"".join(parts), size <= most
 
     async def read(self) -> bytes:
@@ -205,7 +212,7 @@ class Leg:
             part = await self._begun.read()
         except (ClientError, TimeoutError) as exc:
             raise self._broken(exc) from exc
-        self._spoke_at = self._heard_now()
+        self._note_sign_of_life(is_progress=True)
         return part
 
     async def discard(self) -> None:
@@ -223,6 +230,7 @@ class Leg:
             while data := await self._begun.read():
                 self._hear(data)
                 if whole := self._events.whole(data):
+                    self._has_passed_on = self._has_passed_on or not self._format.is_keep_alive(whole)
                     return whole
         except AnswerTooLong as exc:
             # The client may have asked for that much.
@@ -237,25 +245,31 @@ class Leg:
 
         Raises ``InstanceSilentError`` if there was nothing else for too long.
         """
-        now = self._heard_now()
-        if not self._format.is_keep_alive(data):
-            self._patience, self._spoke_at = self._limits.idle, now
-        elif now - self._spoke_at > self._patience:
+        is_keep_alive = self._format.is_keep_alive(data)
+        now = self._note_sign_of_life(is_progress=not is_keep_alive)
+        if not is_keep_alive:
+            self._patience = self._limits.idle
+        elif now - max(self._spoke_at, self._was_behind_at) > self._patience:
             raise self._silent(self._patience, "said nothing but that it is alive")
 
-    def _heard_now(self) -> float:
-        """Return the time (``time.monotonic()``), and note it as the instance's ``heard_at`` if it sent something now.
+    def _note_sign_of_life(self, *, is_progress: bool) -> float:
+        """Note that something was read, and return the time. ``is_progress``: it was more than a keep-alive.
 
-        After a long pause, what is read may have waited in the kernel since before the instance hung.
+        What is read after a long pause is no sign of life. It may have waited in the kernel since before the instance
+        hung.
         """
         now = time.monotonic()
-        if not self._has_paused:
+        if self._is_behind:
+            self._was_behind_at = now
+        else:
             self.instance.heard_at = now
+            if is_progress:
+                self._spoke_at = now
         return now
 
     @property
-    def _has_paused(self) -> bool:
-        """Whether the router did not read from the instance for long, because its client did not read."""
+    def _is_behind(self) -> bool:
+        """Whether the router did not read from the instance for long, and has not caught up with it since."""
         return self._answer is not None and self._answer.longest_pause >= LONG_PAUSE_SECONDS
 
     @property
@@ -264,8 +278,10 @@ class Leg:
         return self._answer
 
     def _broken(self, exc: ClientError | TimeoutError) -> RouterError:
-        if isinstance(exc, ConnectionGone) and self._has_paused:
-            # It may have crashed all the same. The check finds that out.
+        # Before anything was passed on, the client held up nothing: the router itself was slow.
+        if isinstance(exc, ConnectionGone) and self._is_behind and self._has_passed_on:
+            # It may have crashed all the same. The check finds that out. The request is not suspected then, because
+            # its error does not wait for the check.
             self.instance.check_now.set()
             return SlowClientError(f"{self.instance} ended the answer, which the client read too slowly")
         if isinstance(exc, ClientError):

@@ -270,6 +270,15 @@ class FakeInstance:
         await self.go_on.wait()
         writer.transport.abort()
 
+    async def do_flood_and_die(self, seen, reader, writer):
+        """Send 16 MiB and then an ``EVENT``, and die when the test says so."""
+        self.begin_stream(writer)
+        for data in (*[FLOOD_EVENT] * 64, EVENT):
+            self.chunk(writer, data)
+            await writer.drain()
+        await self.go_on.wait()
+        writer.transport.abort()
+
     async def do_say_and_leave(self, seen, reader, writer):
         """Send the first piece, and end the connection before the stream has ended."""
         self.begin_stream(writer)

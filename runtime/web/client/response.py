@@ -18,6 +18,11 @@ from .errors import AnswerTooLong, ClientError
 MAX_BUFFERED = 64 << 10
 """Bytes of the body that wait to be read, above which nothing more is taken from the server. One read of the socket,
 256 KiB at most, may come on top."""
+CATCH_UP_SECONDS = 0.002
+"""Time without data after which a reader that was behind has caught up.
+
+It is longer than a round trip, because what the server's kernel holds comes within one.
+"""
 
 
 class ClientResponse:
@@ -51,7 +56,9 @@ class ClientResponse:
     def longest_pause(self) -> float:
         """Longest time for which nothing was read from the server, because the buffer was full, in seconds.
 
-        It includes a pause that has not ended. To the server, it is a client that does not read.
+        It includes a pause that has not ended. To the server, it is a client that does not read. What comes after a
+        pause may have waited in the kernels. Once ``read`` had to wait for the server, that was all read, and earlier
+        pauses no longer count.
         """
         if self._paused_at is None:
             return self._longest_pause
@@ -101,7 +108,11 @@ class ClientResponse:
                 if self._error:
                     raise self._error
                 return b""
-            await self._next_change()
+            waiter = self._next_change()
+            if self._longest_pause:
+                # The loop asks the socket before it calls this, so a late call mistakes nothing that has arrived.
+                asyncio.get_running_loop().call_later(CATCH_UP_SECONDS, self._catch_up, waiter)
+            await waiter
         pieces = self._pieces
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
@@ -136,6 +147,11 @@ class ClientResponse:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _catch_up(self, waiter: asyncio.Future[None]) -> None:
+        """Forget the pauses if the ``waiter`` of a read still waits."""
+        if not waiter.done():
+            self._longest_pause = 0.0
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

@@ -9,6 +9,7 @@ import orjson
 import pytest
 from support.router_rig import EVENT, Rig, generate, scenario
 
+from pdserve.router import leg as leg_module
 from pdserve.router import quarantine as quarantine_module
 from pdserve.router.dispatcher import Dispatcher
 from pdserve.router.errors import (
@@ -20,6 +21,7 @@ from pdserve.router.errors import (
 )
 from pdserve.router.quarantine import WINDOW_SECONDS, Quarantine, digest_of
 from pdserve.router.retries import RetryBudget
+from pdserve.runtime.web.client import response as response_module
 
 REFUSED = "request_crashes_instances"
 
@@ -283,3 +285,29 @@ async def test_the_log_names_the_request_that_is_refused(rig):
     messages = [record.getMessage() for record in records if record.levelno == logging.ERROR]
     assert [name in said for name, said in zip(("second", "third"), messages, strict=True)] == [True, True]
     assert all(instance.url in messages[0] for instance in two)
+
+
+def test_a_request_whose_client_caught_up_after_a_pause_is_suspected(monkeypatch):
+    monkeypatch.setattr(leg_module, "LONG_PAUSE_SECONDS", 1e-6)
+    monkeypatch.setattr(response_module, "CATCH_UP_SECONDS", 0.0)
+
+    @scenario(health_check_interval=60.0)
+    async def run(rig):
+        three = [await rig.instance("flood_and_die") for _ in range(3)]
+        client = await rig.route(worker=three)
+        for _ in range(2):
+            async with client.stream("POST", "/generate", json={"text": "poison", "stream": True}) as response:
+                [instance] = [i for i in three if i.requests and not i.go_on.is_set()]
+                tail = b""
+                async for data in response.aiter_raw():
+                    tail = (tail + data)[-len(EVENT) :]
+                    if tail == EVENT:
+                        # The router has time to wait for the instance while it answers this.
+                        await client.get("/server_info")
+                        instance.go_on.set()
+        info = (await client.get("/server_info")).json()["instances"]
+        assert sum(i["failures"] for i in info) == 2
+        refused = await generate(client, stream=True, text="poison")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (502, REFUSED)
+
+    run()

@@ -321,8 +321,14 @@ def test_an_event_that_never_ends_is_not_collected_and_no_instance_is_blamed_for
     assert (leg.instance.state, leg.instance.failures) == (HealthState.HEALTHY, 0)
 
 
+async def read_long(leg: Leg) -> bytes:
+    """Read a part of an answer that does not stream and is too long to hold."""
+    part, _ = await leg.read_begin(0)
+    return part
+
+
 class Unread(Scripted):
-    """An answer that was not read for ``seconds`` because its client did not read."""
+    """An answer that was not read for ``seconds``, after which the router has not caught up."""
 
     def __init__(self, seconds: float, pieces: list[bytes | Exception]) -> None:
         super().__init__(pieces)
@@ -337,7 +343,7 @@ class Unread(Scripted):
         (leg_module.LONG_PAUSE_SECONDS, BadAnswer("not HTTP"), False),
     ],
 )
-@pytest.mark.parametrize("by", [Leg.next_events, Leg.read])
+@pytest.mark.parametrize("by", [Leg.next_events, read_long])
 def test_an_answer_that_ends_after_a_client_did_not_read_says_nothing_against_the_instance(
     by: Callable[[Leg], Awaitable[bytes]], seconds: float, end: ClientError, is_of_client: bool
 ) -> None:
@@ -349,6 +355,55 @@ def test_an_answer_that_ends_after_a_client_did_not_read_says_nothing_against_th
     assert leg.instance.check_now.is_set()
     if is_of_client:
         assert (leg.error.retryable, leg.error.blames_no_instance) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("by", "pieces"),
+    [
+        (Leg.next_events, []),
+        (Leg.next_events, [A[:-1]]),
+        (Leg.next_events, [CRLF]),
+        (Leg.read, [A]),  # as of a prefill's answer, which no client gets
+        (lambda leg: leg.read_all(), []),
+    ],
+)
+def test_no_client_is_slow_before_anything_was_passed_on(
+    by: Callable[[Leg], Awaitable[bytes]], pieces: list[bytes | Exception]
+) -> None:
+    lost = ConnectionGone(False, OSError("reset"))
+    leg = Opened(Unread(leg_module.LONG_PAUSE_SECONDS, [*pieces, lost]), read=by)
+    assert type(leg.error) is InstanceCrashedError
+    assert leg.error.retryable
+    assert leg.instance.failures == 1
+
+
+@pytest.mark.parametrize("by", [Leg.next_events, Leg.read])
+def test_a_leg_is_given_up_although_it_read_what_had_waited(by: Callable[[Leg], Awaitable[bytes]]) -> None:
+    async def run(seconds: float) -> BaseException | None:
+        fleet = Fleet(RouterOptions(worker=["http://127.0.0.1:1"]))
+        [instance] = fleet.instances
+
+        async def ask() -> None:
+            async with Leg(Client(Unread(seconds, [A])), fleet, instance, LegLimits(60.0, 7.0, 60.0)) as leg:
+                await leg.open("/generate", b"{}", [], streams=True)
+                hung_since = time.monotonic()
+                await by(leg)
+                leg.give_up(hung_since, "no answer")
+                await asyncio.sleep(0)
+
+        [result] = await asyncio.gather(asyncio.create_task(ask()), return_exceptions=True)
+        return result
+
+    assert isinstance(asyncio.run(run(leg_module.LONG_PAUSE_SECONDS)), InstanceCrashedError)
+    assert asyncio.run(run(0.0)) is None
+
+
+def test_keep_alives_that_waited_for_a_slow_client_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 30.0)
+    monkeypatch.setattr(leg_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    leg = Opened(Unread(leg_module.LONG_PAUSE_SECONDS, [A, CRLF, CRLF]))
+    assert leg.events == [A, CRLF, CRLF]
+    assert leg.error is None
 
 
 @pytest.mark.parametrize("by", [Leg.next_events, Leg.read])

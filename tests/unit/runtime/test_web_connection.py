@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from typing import Any
 
 import pytest
@@ -286,6 +288,57 @@ def test_nothing_more_is_read_while_the_reader_is_behind() -> None:
         assert connection.usable
 
     asyncio.run(body())
+
+
+def test_a_pause_counts_until_the_reader_had_to_wait_for_the_server() -> None:
+    async def body() -> None:
+        connection, _, answer = reading([])
+        for _ in range(2):
+            connection.data_received(chunk(b"x" * (MAX_BUFFERED + 1)))
+            await asyncio.sleep(3)
+            await answer.read()
+            waiting = asyncio.create_task(answer.read())
+            await asyncio.sleep(0)
+            connection.data_received(chunk(b"y"))  # as it may have lain in the kernel
+            assert await waiting == b"y"
+            await asyncio.sleep(20)
+            assert answer.longest_pause == pytest.approx(3)
+            waiting = asyncio.create_task(answer.read())
+            await asyncio.sleep(1)
+            connection.data_received(chunk(b"z"))
+            assert await waiting == b"z"
+            assert answer.longest_pause == 0
+
+    run_jumping(body())
+
+
+def test_a_reader_has_not_caught_up_before_it_has_read_what_the_kernel_holds() -> None:
+    async def body() -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        transport, connection = await asyncio.get_running_loop().create_connection(Connection, sock=ours)
+        answer = ClientResponse(connection, lambda: None, None)
+        connection.ask([b"x"], answer)
+        theirs.send(CHUNKED)
+        await answer.head()
+        sent, piece = 0, chunk(b"x" * 1000) * 1000
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sent += theirs.send(piece[sent % len(piece) :])
+                await asyncio.sleep(0)
+        await asyncio.sleep(3)
+        theirs.close()
+        with contextlib.suppress(ConnectionGone):
+            while await answer.read():
+                assert answer.longest_pause == pytest.approx(3)
+                # What other tasks need does not count as a wait for the server.
+                asyncio.get_running_loop()._jump(1.0)  # type: ignore[attr-defined]
+            pytest.fail("the answer ended")
+        assert answer.longest_pause >= 3
+        transport.close()
+
+    run_jumping(body())
 
 
 def test_the_longest_time_without_reading_is_known() -> None:
