@@ -175,16 +175,19 @@ def test_pool_so_small_that_requests_are_retracted(tmp_path, prompt_ids, referen
 
 
 def assert_bound(server: Launched) -> None:
-    """Check that each core has a compute thread that stays there: two of them on one core would take turns."""
+    """Check that each core has a compute thread that stays there: two of them on one core would take turns.
+
+    While another process keeps a core busy, fewer threads compute, and none of them is bound (``team_sizing.py``).
+    """
     machine = server.info()["machine"]
     # Under a quota threads float: it may be of less than all cores.
     assert machine["bound"] or machine["cpu_quota"] is not None
     if not machine["bound"]:
         return
     threads = server.family()["worker"].threads()
-    assert {frozenset({core}) for core in machine["cores"]} <= {
-        frozenset(os.sched_getaffinity(thread.id)) for thread in threads
-    }
+    places = {frozenset({core}) for core in machine["cores"]}
+    found = {frozenset(os.sched_getaffinity(thread.id)) for thread in threads}
+    assert places <= found or not places & found
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,10 @@ class FolderFaults:
 
     def _replace(self, rng: random.Random, make: Callable[[Path], None]) -> Heal:
         for page in self._pages(rng):
-            page.unlink(missing_ok=True)
-            make(page)
+            # At once: the server may write a page again that it finds missing.
+            strange = page.with_suffix(".strange")
+            make(strange)
+            strange.replace(page)
         return nothing
 
     def _lose(self, rng: random.Random) -> Heal:
