@@ -34,6 +34,8 @@ class Members:
         self._drain_seconds = drain_seconds
         self._drains: dict[Instance, asyncio.TimerHandle] = {}
         """Next look at each draining instance."""
+        self._drained_by: dict[Instance, Source] = {}
+        """What ordered each drain. An admin's order, ``Source.API``, replaces one of the file."""
 
     def all(self) -> tuple[Instance, ...]:
         """Return the members, in the order in which they were added."""
@@ -71,15 +73,22 @@ class Members:
         """Send an instance no new requests. A drain of it ends."""
         self._withhold(instance, MemberState.CORDONED)
 
-    def drain(self, instance: Instance) -> None:
+    def drain(self, instance: Instance, by: Source = Source.API) -> None:
         """Send an instance no new requests, and remove it when it has none left; at once if it has none now.
 
-        A second call changes nothing, the end of the time included.
+        ``by``: what orders it, an admin or the file. A second order changes neither the state nor the end of the time.
         """
         if instance in self._drains:
+            if by is Source.API:
+                self._drained_by[instance] = by
             return
         self._withhold(instance, MemberState.DRAINING)
+        self._drained_by[instance] = by
         self._look_again(instance, asyncio.get_running_loop().time() + self._drain_seconds)
+
+    def drained_by(self, instance: Instance) -> Source | None:
+        """Return what ordered the drain of an instance; None if it does not drain."""
+        return self._drained_by.get(instance)
 
     def remove(self, instance: Instance) -> None:
         """Remove an instance at once. The requests that it has fail, or are retried."""
@@ -96,6 +105,7 @@ class Members:
             logger.info("%s is %s", instance, instance.member_state)
 
     def _stop_drain(self, instance: Instance) -> None:
+        self._drained_by.pop(instance, None)
         if (timer := self._drains.pop(instance, None)) is not None:
             timer.cancel()
 

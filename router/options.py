@@ -41,7 +41,7 @@ class RouterTargets:
         help=(
             'File with a JSON list of instances: [{"url": "http://10.0.0.5:30000"}, …], with "role" and '
             '"bootstrap_port" if they are to be given. It is read every second. New instances are added, and those '
-            "that vanish are drained."
+            "that vanish are drained. Only its owner, this user or root, may be able to write to the file."
         ),
     )
     allow_no_instances: bool = opt(
@@ -109,8 +109,8 @@ class RoutingOptions(PolicyOptions):
     member_drain_timeout: float = opt(
         default=600.0,
         help=(
-            "Seconds for the running requests of an instance that DELETE /workers drains. Then it is removed, and "
-            "those left are retried elsewhere or fail."
+            "Seconds for the running requests of an instance that DELETE /workers drains, or that vanishes from "
+            "a router's --members-file. Then it is removed, and those left are retried elsewhere or fail."
         ),
     )
     max_body_bytes: int = opt(

@@ -38,15 +38,48 @@ def read_secret(path: str | Path) -> bytes:
     Raises ``PermissionError`` if another user owns it, or a link on the way to it, and so could change it at any time.
     Raises ``OSError`` too.
     """
-    place = Path(path).expanduser().absolute()
-    if not place.is_relative_to("/proc") and not place.is_relative_to("/dev"):  # open descriptors have names there
-        place = without_links(place)
+    place = place_of(path)
     with place.open("rb") as file:
         state = os.fstat(file.fileno())
         # A pipe or a file without a name comes from the program that started this server.
         if stat.S_ISREG(state.st_mode) and (reason := foreign(state)):
             raise PermissionError(errno.EPERM, reason, str(path))
         return file.read()
+
+
+def read_regular(path: str | Path, limit: int) -> bytes:
+    """Read a file that is read again while the process runs: a regular one that no other user can have written.
+
+    ``limit``: maximum size in bytes. It does not wait for a pipe's writer, and takes nothing out of a pipe. Raises
+    ``PermissionError`` if the file or a link on the way to it belongs to another user, or if others may write to the
+    file. Raises ``OSError`` too: for other kinds of files, and for larger ones.
+    """
+
+    def without_waiting(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    with open(place_of(path), "rb", opener=without_waiting) as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file, and only such a file can be read again", str(path))
+        if reason := distrust(state):
+            raise PermissionError(errno.EPERM, reason, str(path))
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
+    return content
+
+
+def place_of(path: str | Path) -> Path:
+    """Return the absolute path of a file without links, except for the names of devices and open descriptors.
+
+    These names are links to what has no path. Only root makes them, unlike files in /dev/shm. Raises as
+    ``without_links`` does.
+    """
+    place = Path(path).expanduser().absolute()
+    if place.is_relative_to("/proc") or place.parent in (Path("/dev"), Path("/dev/fd")):
+        return place
+    return without_links(place)
 
 
 def exposure(path: str | Path) -> str:

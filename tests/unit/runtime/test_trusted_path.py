@@ -227,6 +227,19 @@ def test_a_key_file_is_not_read_through_another_users_link(tmp_path: Path) -> No
         trusted_path.read_secret(link)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give links away")
+def test_another_users_link_in_shared_memory_is_not_followed(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    (tmp_path / "target").write_text("a key")
+    (tmp_path / "target").chmod(0o600)
+    link = Path("/dev/shm") / f"pdserve-test-{os.getpid()}"
+    link.symlink_to(tmp_path / "target")
+    request.addfinalizer(link.unlink)
+    os.lchown(link, 65534, 65534)
+    for read in (trusted_path.read_secret, lambda path: trusted_path.read_regular(path, 99)):
+        with pytest.raises(PermissionError, match="is a link, and it belongs to user 65534"):
+            read(link)
+
+
 def test_links_resolve_as_pathlib_does(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "up").symlink_to("a/b/../b")
