@@ -51,17 +51,24 @@ class IdleConnection(NamedTuple, Generic[C]):
 class ConnectionPool(Generic[C]):
     """Takes and gives connections to one server. ``make`` makes a new one; ``connect_seconds``: how long that may take.
 
+    ``tls``: settings for an ``https`` server. None: the pool makes its own, which takes 65 ms.
+
     Of those that are kept, the one used last is taken first, so that what a burst has left over gets old and is closed.
     """
 
     def __init__(
-        self, origin: Origin, make: Callable[[], C], connect_seconds: float, socket_options: SocketOptions = ()
+        self,
+        origin: Origin,
+        make: Callable[[], C],
+        connect_seconds: float,
+        socket_options: SocketOptions = (),
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._origin = origin
         self._make = make
         self._connect_seconds = connect_seconds
         self._socket_options = socket_options
-        self._tls = ssl.create_default_context() if origin.tls else None
+        self._tls = (tls or ssl.create_default_context()) if origin.tls else None
         self._idle: deque[tuple[float, C]] = deque()
         self._expiry: asyncio.TimerHandle | None = None
 
