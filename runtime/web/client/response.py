@@ -24,6 +24,12 @@ CATCH_UP_SECONDS = 0.002
 It is longer than a round trip, because what the server's kernel holds comes within one.
 """
 
+TURNS = 2
+"""Turns of the loop in which it certainly looks at its sockets.
+
+asyncio's does so in the first one. In uvloop's, that may be what is left of a turn: timers, callbacks, then sockets.
+"""
+
 
 class ClientResponse:
     """The answer to one request. ``status`` and ``headers`` are there once it has begun.
@@ -110,8 +116,7 @@ class ClientResponse:
                 return b""
             waiter = self._next_change()
             if self._longest_pause:
-                # The loop asks the socket before it calls this, so a late call mistakes nothing that has arrived.
-                asyncio.get_running_loop().call_later(CATCH_UP_SECONDS, self._catch_up, waiter)
+                asyncio.get_running_loop().call_later(CATCH_UP_SECONDS, self._catch_up, waiter, TURNS)
             await waiter
         pieces = self._pieces
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -148,10 +153,17 @@ class ClientResponse:
             self._timer.cancel()
             self._timer = None
 
-    def _catch_up(self, waiter: asyncio.Future[None]) -> None:
-        """Forget the pauses if the ``waiter`` of a read still waits."""
-        if not waiter.done():
-            self._longest_pause = 0.0
+    def _catch_up(self, waiter: asyncio.Future[None], turns: int) -> None:
+        """Forget the pauses if the ``waiter`` of a read still waits ``turns`` turns of the loop later.
+
+        This call may be late, and the socket may hold data that the loop has not seen.
+        """
+        if waiter.done():
+            return
+        if turns:
+            asyncio.get_running_loop().call_soon(self._catch_up, waiter, turns - 1)
+            return
+        self._longest_pause = 0.0
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from typing import Any
 
 import pytest
+import uvloop
 from support.jumping_loop import run_jumping
 
 from pdserve.runtime.web.client.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection, Headers
 from pdserve.runtime.web.client.errors import BadAnswer, ClientError, ConnectionGone
-from pdserve.runtime.web.client.response import MAX_BUFFERED, ClientResponse
+from pdserve.runtime.web.client.response import CATCH_UP_SECONDS, MAX_BUFFERED, ClientResponse
 
 OK = b"HTTP/1.1 200 OK\r\n"
 SIZED = OK + b"content-length: 2\r\n\r\n"
@@ -339,6 +341,59 @@ def test_a_reader_has_not_caught_up_before_it_has_read_what_the_kernel_holds() -
         transport.close()
 
     run_jumping(body())
+
+
+def test_a_late_timer_is_no_sign_that_a_reader_has_caught_up() -> None:
+    """uvloop calls timers that are due before it asks the sockets again."""
+
+    class Stall(asyncio.Protocol):
+        """Lets the timer become due, while data arrives that the loop sees only later."""
+
+        def data_received(self, data: bytes) -> None:
+            due = time.monotonic() + 2 * CATCH_UP_SECONDS
+            while time.monotonic() < due:
+                pass
+            theirs.send(chunk(b"z"))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        transport, connection = await loop.create_connection(Connection, sock=ours)
+        stall, _ = await loop.create_connection(Stall, sock=stalled)
+        try:
+            await check(connection)
+        finally:
+            transport.abort()
+            stall.abort()
+            # They close in the next turns of the loop.
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+    async def check(connection: Connection) -> None:
+        answer = ClientResponse(connection, lambda: None, None)
+        connection.ask([b"x"], answer)
+        theirs.send(CHUNKED)
+        await answer.head()
+        connection.data_received(chunk(b"x" * (MAX_BUFFERED + 1)))
+        while not answer.longest_pause:
+            await asyncio.sleep(0)
+        await answer.read()
+        paused = answer.longest_pause
+        waiting = asyncio.create_task(answer.read())
+        await asyncio.sleep(0)
+        stalls.send(b"x")
+        assert await waiting == b"z"
+        assert answer.longest_pause == paused
+        # Without data, it has caught up.
+        waiting = asyncio.create_task(answer.read())
+        while answer.longest_pause:
+            await asyncio.sleep(0)
+        waiting.cancel()
+
+    with contextlib.ExitStack() as stack:
+        ours, theirs, stalled, stalls = (stack.enter_context(s) for _ in range(2) for s in socket.socketpair())
+        for one in (ours, theirs, stalled, stalls):
+            one.setblocking(False)
+        uvloop.run(main())
 
 
 def test_the_longest_time_without_reading_is_known() -> None:
