@@ -27,6 +27,7 @@ from .facts import Facts
 from .fleet import Fleet
 from .headers import Headers, passed_back, passed_on, without_type
 from .instance import HealthState, Instance
+from .membership import MemberState
 from .options import RouterOptions
 from .routed_request import RoutedRequest
 from .tasks import drop
@@ -37,6 +38,8 @@ TEXT_TIMEOUT = 65.0
 """Seconds for ``/tokenize``, ``/v1/models`` and the like. An instance itself gives up after 30 s, twice at most."""
 NOT_ALLOWED = (401, 403)
 """Statuses of an instance's answer to a client without the key for a question."""
+READS = ("GET", "HEAD")
+"""Methods of questions for which no drain waits. They may be polls, and change nothing."""
 WRITTEN_LEVELS = 200
 """Levels of nested JSON that orjson certainly writes, even inside an answer of the router's own. It reads 1,024."""
 HEALTH_PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
@@ -256,14 +259,18 @@ class ControlEndpoints:
         """Pass the client's request on to ``instance``, and return its answer.
 
         Never raises. Status 0 means no answer, and 502 one that can't be passed on; the body has the reason. An
-        instance that is down or hangs is not asked. One that can't be reached is reported to the fleet.
+        instance that is down, hangs or was removed is not asked. One that can't be reached is reported to the fleet.
         ``seconds`` limits the time. ``query`` is appended to the path, with its question mark.
         """
+        if instance.withheld is MemberState.GONE:  # since the caller listed the instances
+            return ControlAnswer(instance, 0, f"{instance} was removed from this router")
         if instance.state is HealthState.UNHEALTHY and not instance.answers_questions:
             return ControlAnswer(instance, 0, instance.reason)
         scope = request.scope
         # The server leaves out the body of an answer to HEAD by itself.
         method = "GET" if request.method == "HEAD" else request.method
+        counted = 0 if request.method in READS else 1
+        instance.asked += counted
         try:
             async with asyncio.timeout(seconds):
                 path, headers = quote(scope["path"]) + query, passed_on(scope["headers"])
@@ -276,6 +283,8 @@ class ControlEndpoints:
         except ClientError as exc:
             self._fleet.report_failure(instance, f"can't be reached ({exc})")
             return ControlAnswer(instance, 0, instance.reason)
+        finally:
+            instance.asked -= counted
         if answer.status not in SUCCESS and answer.status < 400:
             text = f"{instance} answered with status {answer.status}, which answers no question"
             return ControlAnswer(instance, 502, error_body(502, text))

@@ -114,6 +114,8 @@ class Instance:
     """Why it gets no new requests although it may be healthy: CORDONED, DRAINING or GONE. None: it gets them."""
     in_flight: int = 0
     """Requests that it was sent and has not answered, legs of a pair included."""
+    asked: int = 0
+    """Questions of clients that it was sent and has not answered, such as to restore a session; reads do not count."""
     prompt_tokens: int = 0
     """Prompt tokens that it has to compute, until its answer begins or, at a pair's prefill, ends. 0 at a decode.
 
@@ -179,9 +181,14 @@ class Instance:
         return self.withheld or (MemberState.READY if self.was_healthy else MemberState.JOINING)
 
     @property
+    def under_way(self) -> int:
+        """Requests and questions of clients that it was sent and has not answered."""
+        return self.in_flight + self.asked
+
+    @property
     def is_idle(self) -> bool:
-        """Whether it has no request, chosen ones that were not sent yet included."""
-        return not (self.in_flight or self.answers or self.handed_over)
+        """Whether it has no request and no question, chosen ones that were not sent yet included."""
+        return not (self.under_way or self.answers or self.handed_over)
 
     @property
     def running(self) -> int:
@@ -276,7 +283,7 @@ class Instance:
             "member_state": self.member_state,
             "state": self.state,
             "reason": self.reason,
-            "in_flight": self.in_flight,
+            "in_flight": self.under_way,
             "prompt_tokens": self.prompt_tokens,
             "token_ms": self.token_ms if self.token_ms is None else round(self.token_ms, 3),
             "requests": self.requests,

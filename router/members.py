@@ -1,7 +1,8 @@
 """Changes of a router's fleet while it runs. ``membership.py`` has the states of a member.
 
-A drain ends when its instance has no request left, or when its time is over. Requests that are left then fail like
-those of an instance that died, and are retried elsewhere if nothing was sent to the client.
+A drain ends when its instance has no request and no question left, or when its time is over. Requests that are left
+then fail like those of an instance that died, and are retried elsewhere if nothing was sent to the client. Questions
+that are left, such as to restore a session, may still be answered.
 """
 
 from __future__ import annotations
@@ -115,8 +116,10 @@ class Members:
         if instance.is_idle:
             self.remove(instance)
         elif loop.time() >= deadline:
-            left, seconds = instance.in_flight, self._drain_seconds
-            logger.warning("%s still has %d requests after %g s of draining; they end", instance, left, seconds)
+            logger.warning(
+                "%s still has %d requests and %d questions after %g s of draining; the requests end",
+                *(instance, instance.in_flight, instance.asked, self._drain_seconds),
+            )
             self.remove(instance)
         else:
             self._drains[instance] = loop.call_later(DRAIN_POLL_SECONDS, self._look_again, instance, deadline)

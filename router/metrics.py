@@ -128,7 +128,7 @@ METRICS: Metrics[RouterMetrics] = (
         *LABELS,
     ),
     gauge(
-        "pdserve_router_instance_in_flight", "Requests under way at an instance.", _each(lambda i: i.in_flight), *LABELS
+        "pdserve_router_instance_in_flight", "Requests under way at an instance.", _each(lambda i: i.under_way), *LABELS
     ),
     gauge(
         "pdserve_router_instance_waiting_prompt_tokens",

@@ -105,7 +105,7 @@ def described(instance: Instance) -> dict[str, Any]:
         "state": instance.member_state,
         "health": instance.state,
         "reason": instance.reason,
-        "in_flight": instance.in_flight,
+        "in_flight": instance.under_way,
         "epoch": instance.report.epoch or None,
         "source": instance.source,
     }

@@ -59,7 +59,10 @@ async def test_a_router_starts_empty_and_learns_the_roles_of_those_that_are_adde
     client = await route(rig)
     for answer in (await generate(client), await client.get("/health"), await client.post("/tokenize", json={})):
         assert answer.status_code == 503
-        assert "this router has no instances; an admin adds them by POST /workers" in answer.json()["error"]["message"]
+        assert (
+            "this router has no instances; they join by POST /workers or --members-file"
+            in answer.json()["error"]["message"]
+        )
     for instance in (p, d):
         added = await client.post("/workers", json={"url": instance.url + "/"})
         assert added.status_code == 201
@@ -233,6 +236,63 @@ async def test_a_drain_has_a_limit(rig: Rig) -> None:
     assert await delete(client, w) == (202, "draining")
     assert (await running).status_code == 200
     assert await states(client) == {other.url: "ready"}
+
+
+@pytest.mark.parametrize("path", ["/kv/restore", "/kv/snapshot", "/slots/0?action=save", "/tokenize"])
+def test_a_drain_waits_for_questions(path: str) -> None:
+    @scenario(api_key=KEY)
+    async def run(rig: Rig) -> None:
+        w, other = await rig.instance(), await rig.instance()
+        w.holds = path
+        client = await route(rig, worker=[w, other])
+        asked = asyncio.create_task(client.post(path, json={"name": "s"}))
+        await w.arrived.wait()
+        assert [worker["in_flight"] for worker in await listed(client)] == [1, 0]
+        assert Page((await client.get("/metrics")).text).total("pdserve_router_instance_in_flight", url=w.url) == 1
+        assert await delete(client, w) == (202, "draining")
+        w.go_on.set()
+        assert (await asked).json()["from"] == w.port
+        await until(client, {other.url: "ready"})
+
+    run()
+
+
+@scenario(api_key=KEY)
+async def test_a_drain_does_not_wait_for_reads(rig: Rig) -> None:
+    w = await rig.instance()
+    w.holds = "/v1/models"
+    client = await route(rig, worker=[w])
+    asked = asyncio.create_task(client.get("/v1/models"))
+    await w.arrived.wait()
+    assert await delete(client, w) == (200, "gone")
+    w.go_on.set()
+    assert (await asked).json()["from"] == w.port
+
+
+@scenario(api_key=KEY, member_drain_timeout=0.05)
+async def test_a_question_that_outlasts_a_drain_may_still_be_answered(rig: Rig) -> None:
+    w = await rig.instance()
+    w.holds = "/kv/restore"
+    client = await route(rig, worker=[w])
+    asked = asyncio.create_task(client.post("/kv/restore", json={"name": "s"}))
+    await w.arrived.wait()
+    assert await delete(client, w) == (202, "draining")
+    await until(client, {})
+    w.go_on.set()
+    assert (await asked).json()["from"] == w.port
+
+
+@scenario(api_key=KEY)
+async def test_an_instance_that_was_removed_meanwhile_is_not_asked(rig: Rig) -> None:
+    first, second = await rig.instance(), await rig.instance()
+    first.holds, first.answers["/kv/restore"] = "/kv/restore", (404, {})
+    client = await route(rig, worker=[first, second])
+    asked = asyncio.create_task(client.post("/kv/restore", json={"name": "s"}))
+    await first.arrived.wait()
+    assert await delete(client, second) == (200, "gone")
+    first.go_on.set()
+    assert (await asked).status_code == 404
+    assert "/kv/restore" not in [path for _, path, _ in second.questions]
 
 
 @scenario(api_key=KEY)
