@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -13,6 +15,14 @@ from ..runtime.web.options import AccessOptions
 from ..runtime.web.proxies import TrustedProxies
 from ..runtime.web.responses.options import ResponseOptions
 from .policies.options import PolicyOptions
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
+HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+"""A host name in lower case. Names in containers may have underscores."""
+IPV4_LIKE = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)")
+"""A host that resolvers take for an IPv4 address: its last label is a number."""
+ZONE = re.compile(r"[A-Za-z0-9._-]+")
+"""The zone of a link-local IPv6 address: an interface's name."""
 
 
 class RouterOptionsError(ValueError):
@@ -269,17 +279,39 @@ def parse_prefill(tokens: list[str]) -> list[tuple[str, int | None]]:
 
 
 def check_url(url: str) -> str:
-    """Return the URL without a trailing slash.
+    """Return the one spelling of an instance's URL, such as ``http://127.0.0.1:30000``, by which URLs are compared.
 
-    Raises ``RouterOptionsError`` unless it is ``http://HOST[:PORT]``, or the same with ``https``.
+    It has no default port and no trailing slash. Raises ``RouterOptionsError`` unless the URL is
+    ``http://HOST[:PORT]``, or the same with ``https``.
     """
-    wanted = f"{url!r} is not an instance's URL: write it like http://127.0.0.1:30000"
+    example = "write it like http://127.0.0.1:30000"
+    if "@" in url:  # what comes before it may be a password, so it is not repeated
+        raise RouterOptionsError(f"an instance's URL has no user name or password before an @: {example}")
     try:
         parts = urlsplit(url)
-        is_text = url.isascii() and url.isprintable() and " " not in url
-        usable = is_text and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        port, host = parts.port, _one_host(parts.hostname or "", is_literal="[" in parts.netloc)
     except ValueError:
-        raise RouterOptionsError(wanted) from None
-    if not usable or parts.query or parts.fragment or parts.path not in ("", "/"):
-        raise RouterOptionsError(wanted)
-    return url.rstrip("/")
+        host, port = "", None
+    is_text = url.isascii() and url.isprintable() and not set(" ?#") & set(url)
+    if not is_text or not host or port == 0 or parts.scheme not in DEFAULT_PORTS or parts.path not in ("", "/"):
+        raise RouterOptionsError(f"{url!r} is not an instance's URL: {example}")
+    own_port = "" if port in (None, DEFAULT_PORTS[parts.scheme]) else f":{port}"
+    return f"{parts.scheme}://{host}{own_port}"
+
+
+def _one_host(host: str, *, is_literal: bool) -> str:
+    """Return the one spelling of a host of a URL. Raises ``ValueError`` if it is neither a name nor an address.
+
+    ``host``: in lower case and without brackets, as ``urlsplit`` gives it. ``is_literal``: whether it had brackets.
+    """
+    if is_literal:
+        address = ipaddress.IPv6Address(host)
+        if address.scope_id is not None and not ZONE.fullmatch(address.scope_id):
+            raise ValueError("a zone that no interface has")
+        return f"[{address}]"
+    host = host.removesuffix(".")
+    if IPV4_LIKE.fullmatch(host):
+        return str(ipaddress.IPv4Address(host))
+    if not HOST_NAME.fullmatch(host):
+        raise ValueError("no name of a host")
+    return host

@@ -4,12 +4,72 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.router.options import RouterOptions, RouterOptionsError, parse_prefill
+from pdserve.router.options import RouterOptions, RouterOptionsError, check_url, parse_prefill
 
 
 def test_bootstrap_ports_follow_their_urls():
     tokens = ["http://a:30000/", "9000", "http://b:30000", "http://[::1]:30000", "9001"]
     assert parse_prefill(tokens) == [("http://a:30000", 9000), ("http://b:30000", None), ("http://[::1]:30000", 9001)]
+
+
+@pytest.mark.parametrize(
+    ("url", "spelling"),
+    [
+        *((url, url) for url in ("http://127.0.0.1:30000", "https://h", "http://decode-0.decode_2.ns.svc:30000")),
+        *((f"http://{host}:30001", "http://localhost:30001") for host in ("localhost", "LOCALHOST", "localhost.")),
+        ("HTTP://localhost:030001/", "http://localhost:30001"),
+        *((url, "http://h") for url in ("http://h", "http://h/", "http://h:", "http://h:80", "http://h:0080/")),
+        ("https://h:443", "https://h"),
+        ("https://h:80", "https://h:80"),
+        ("http://[0:0::1]:1", "http://[::1]:1"),
+        ("http://[FE80::1%eth0]:1", "http://[fe80::1%eth0]:1"),
+        ("http://0.0.0.0:1", "http://0.0.0.0:1"),
+    ],
+)
+def test_a_url_has_one_spelling(url: str, spelling: str) -> None:
+    assert check_url(url) == spelling
+    assert check_url(spelling) == spelling
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(
+            f"http://{host}:1"
+            for host in ("<script>", '"x', "a,b", "h;x", "h\\x", "h|a", "h%41", "a..b", ".", "..", "")
+        ),
+        *(f"http://{host}:1" for host in ("127.1", "0x7f000001", "127.0.0.01", "127.0.0.256", "2130706433", "a.1")),
+        *(f"http://[{host}]:1" for host in ("", "x", "::1::", "::1%", '::1%"x', "127.0.0.1", "v1.x")),
+        *(
+            f"http://h{rest}"
+            for rest in ("?", "#", "/?", "/#", "?a", "/v1", "//", ":0", ":-1", ":+1", ":1_0", ":99999")
+        ),
+        *(
+            "ftp://h:1",
+            "h:1",
+            "",
+            "http://",
+            "//h:1",
+            "http:h:1",
+            "http://[::1",
+            "http://h:1\n",
+            " http://h:1",
+            "http://h:٣",
+        ),
+    ],
+)
+def test_what_is_no_url_of_an_instance_is_refused(url: str) -> None:
+    with pytest.raises(RouterOptionsError, match="is not an instance's URL: write it like"):
+        check_url(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://user:secret7@h:1", "http://secret7@h", "user:secret7@h:1", "http://h:1/@secret7"]
+)
+def test_a_url_with_a_password_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(RouterOptionsError, match="has no user name or password before an @") as refused:
+        check_url(url)
+    assert "secret7" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -296,6 +296,24 @@ async def test_an_instance_that_was_removed_meanwhile_is_not_asked(rig: Rig) -> 
 
 
 @scenario(api_key=KEY)
+async def test_one_instance_is_one_member_in_all_spellings_of_its_url(rig: Rig) -> None:
+    w = await rig.instance()
+    client = await route(rig, worker=[w])
+    spelling = f"HTTP://127.0.0.1.:0{w.port}/"
+    again = await client.post("/workers", json={"url": spelling})
+    assert (again.status_code, again.json()["error"]["message"]) == (409, f"url: {w.url} is a member, in state ready")
+    cordoned = await client.patch("/workers", params={"url": spelling}, json={"state": "cordoned"})
+    assert (cordoned.json()["url"], cordoned.json()["state"]) == (w.url, "cordoned")
+
+
+@scenario(api_key=KEY)
+async def test_a_password_in_a_url_is_refused_and_not_repeated(rig: Rig) -> None:
+    client = await route(rig)
+    refused = await client.post("/workers", json={"url": "http://user:secret7@h:1"})
+    assert (refused.status_code, "before an @" in refused.text, "secret7" in refused.text) == (400, True, False)
+
+
+@scenario(api_key=KEY)
 async def test_a_prefill_is_replaced(rig: Rig) -> None:
     old, new, d = await rig.instance(), await rig.instance(), await rig.instance()
     client = await route(rig, prefill=[old], decode=[d])
