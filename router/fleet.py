@@ -24,6 +24,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection
+from itertools import takewhile
 
 from ..messages.metrics import Histogram
 from .facts import Facts
@@ -89,7 +90,7 @@ class Fleet:
     def shortage(self, needed: str) -> str:
         """Return why nothing can serve a request, for a message. ``needed``: what would have to be healthy for it."""
         if not self.instances:
-            return "this router has no instances; an admin adds them by POST /workers"
+            return "this router has no instances; they join by POST /workers or --members-file"
         withheld = sum(i.withheld is not None for i in self.instances)
         return f"{needed} ({withheld} cordoned or draining)" if withheld else needed
 
@@ -106,6 +107,16 @@ class Fleet:
         """Return the instance with this epoch, or else the one at ``url``; None if the router has neither."""
         known = [i for i in self.instances if epoch and i.report.epoch == epoch]
         return next(iter(known or [i for i in self.instances if i.url == url]), None)
+
+    def same_as(self, instance: Instance) -> Instance | None:
+        """Return an older healthy member with another URL that reports the epoch of ``instance``; None if none does.
+
+        The two are one process. A stale report, of a member that is down, does not count.
+        """
+        epoch = instance.report.epoch
+        older = takewhile(lambda other: other is not instance, self.instances) if epoch else ()
+        same = (i for i in older if i.report.epoch == epoch and i.url != instance.url)
+        return next((i for i in same if i.state is HealthState.HEALTHY), None)
 
     def undecided(self) -> bool:
         """Return whether a health check that has not ended may still find an instance that can serve.

@@ -127,6 +127,8 @@ class HealthMonitor:
             problem = instance.learn(_read_report(answer.body), answers)
             if instance.role is not role:
                 self._fleet.wake()
+            if same := self._fleet.same_as(instance):
+                problem = f"the same instance as {same.url}"
             return problem, False
         reason = f": {error['message']}" if error else ""
         return f"/health says {answer.status}{reason}", hangs

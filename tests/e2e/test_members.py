@@ -141,7 +141,7 @@ def test_a_decode_takes_over_from_another_under_load_and_no_request_fails(
     with scene(tmp_path, tiny_args) as cluster:
         refused = cluster.router.post("/generate", asked(0, streams=False))
         assert refused.status_code == 503
-        assert "an admin adds them by POST /workers" in refused.json()["error"]["message"]
+        assert "they join by POST /workers or --members-file" in refused.json()["error"]["message"]
         cluster.add(cluster.prefill, cluster.first)
         with Load(cluster.router.url, expected) as load:
             load.until(2 * CLIENTS)

@@ -81,7 +81,7 @@ def test_what_the_options_say_goes_before_but_for_loopback(url, port, expected):
 @scenario()
 async def test_an_instance_does_what_it_says_it_is_whatever_it_is_named_by(rig):
     p, d = await rig.instance(), await rig.instance()
-    p.health_report, d.health_report = {**PREFILL, "role": "decode"}, {**PREFILL, "role": "prefill"}
+    p.health_report, d.health_report = {**PREFILL, "role": "decode"}, {**PREFILL, "role": "prefill", "epoch": "two"}
     client = await rig.route([p], [d])
     roles = [i["role"] for i in (await client.get("/server_info")).json()["instances"]]
     assert roles == ["decode", "prefill"]
@@ -106,7 +106,7 @@ def test_who_becomes_unified_takes_whole_requests():
 @scenario()
 async def test_a_unified_instance_serves_as_either(rig):
     p, d = await rig.instance(), await rig.instance()
-    p.health_report = d.health_report = {**PREFILL, "role": "unified"}
+    p.health_report, d.health_report = ({**PREFILL, "role": "unified", "epoch": epoch} for epoch in ("one", "two"))
     client = await rig.route([p], [d])
     assert (await generate(client)).status_code == 200
 

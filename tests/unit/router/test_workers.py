@@ -307,6 +307,37 @@ async def test_one_instance_is_one_member_in_all_spellings_of_its_url(rig: Rig) 
 
 
 @scenario(api_key=KEY)
+async def test_an_instance_that_is_a_member_by_another_name_gets_no_requests_by_it(rig: Rig) -> None:
+    """Otherwise cordoning it by the one name would not keep requests away."""
+    w, alias = await rig.instance(), await rig.instance()
+    w.health_report = alias.health_report = {"epoch": "e1"}
+    client = await route(rig, worker=[w])
+    await client.post("/workers", json={"url": alias.url})
+    await rig.until_states("healthy", "unhealthy")
+    assert (await listed(client))[1]["reason"] == f"the same instance as {w.url}"
+    await change(client, w, "cordoned")
+    assert (await generate(client)).status_code == 503
+    w.health_report = alias.health_report = {"epoch": "e2"}  # the process is started anew
+    await rig.until_states("healthy", "unhealthy")
+    assert await delete(client, w) == (200, "gone")
+    await until(client, {alias.url: "ready"})
+    assert (await generate(client)).status_code == 200
+
+
+@scenario(api_key=KEY)
+async def test_an_instance_is_served_by_another_name_if_the_first_is_down(rig: Rig) -> None:
+    w, alias = await rig.instance(), await rig.instance()
+    w.health_report = alias.health_report = {"epoch": "e1"}
+    client = await route(rig, worker=[w])
+    await client.post("/workers", json={"url": alias.url})
+    await rig.until_states("healthy", "unhealthy")
+    await w.kill()
+    await rig.until_states("unhealthy", "healthy")
+    await w.start()
+    await rig.until_states("healthy", "unhealthy")
+
+
+@scenario(api_key=KEY)
 async def test_a_password_in_a_url_is_refused_and_not_repeated(rig: Rig) -> None:
     client = await route(rig)
     refused = await client.post("/workers", json={"url": "http://user:secret7@h:1"})
