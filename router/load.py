@@ -25,7 +25,10 @@ reported the lowest time last.
 FAILURE_ANSWERS = 2.0
 """Running answers that a recent failure counts as."""
 SIMILAR_FAILURES = 2.0, 0.5
-"""Factor and sum by which an instance may have more recent failures than another and still take turns with it."""
+"""Factor and sum. Idle instances take turns if their counts of recent failures are at most ``factor * best + sum``.
+
+``best``: the count of the one with the lowest cost.
+"""
 
 Cost = Callable[[Instance], float]
 
