@@ -16,6 +16,7 @@ from ...messages.outputs import Phase, Timeline, Timing, TokenLogprob
 from ...messages.worker import KVLayout, SendEnded
 from ...scheduler.first_token import NOTHING, Load
 from ...scheduler.req import Req
+from .failure import Failure
 from .peer import Peer
 
 
@@ -32,14 +33,6 @@ class SenderState(Enum):
     """The first chunk of the prompt is planned; pages are pushed as they are computed."""
     DRAINING = auto()
     """The hand-over failed, and the worker may still read or write for it."""
-
-
-class Failure(NamedTuple):
-    """Why a hand-over failed."""
-
-    status: int
-    """HTTP status of the request."""
-    reason: str
 
 
 class FirstOutput(NamedTuple):

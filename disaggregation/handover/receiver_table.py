@@ -58,6 +58,7 @@ from ...messages.worker import MAX_PAGES, GrantPages, PagesVerified, VerifyPages
 from ...runtime.metrics import Metrics, counter, gauge
 from ...scheduler.req import Req, ReqState, Route
 from ...scheduler.scheduler import Scheduler
+from .failure import CLIENT_GONE
 from .incoming_prompts import IncomingPrompts
 from .kv_receiver import (
     KVConsumer,
@@ -79,9 +80,6 @@ from .receiver_queue import ReceiverQueue
 from .receiver_rooms import ReceiverRooms
 
 log = logging.getLogger(__name__)
-
-CLIENT_GONE = 499
-"""HTTP status of a request that its client left or aborted."""
 
 
 class ReceiverTable:

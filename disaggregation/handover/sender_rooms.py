@@ -16,7 +16,8 @@ from ...messages.handover import AbortAck, TransferFailed
 from ...messages.worker import CancelSend
 from ...scheduler.req import Req
 from ...scheduler.scheduler import Scheduler
-from .kv_sender import Failure, KVSender, SenderState
+from .failure import Failure
+from .kv_sender import KVSender, SenderState
 from .limits import HandoverLimits
 from .peer import Peer
 from .prefill_estimates import PrefillEstimates
@@ -133,7 +134,7 @@ class SenderRooms:
         If the client's request or the decode's first message has not come, remember the failure. It is the answer when
         that comes.
         """
-        status, reason = failure
+        reason = failure.reason
         self.close(sender)
         self.failed += 1
         self.unclaimed.drop(sender.peer, sender.room)
@@ -144,17 +145,17 @@ class SenderRooms:
             log.info("room %d is off: %s", sender.room, reason, extra={"rid": sender.req.rid})
         if sender.decode is None:
             # The decode has not asked yet; when it does, it gets the failure at once.
-            self.left.add(sender.room, reason, self._now)
+            self.left.add(sender.room, failure, self._now)
             return
         peer, handover = sender.decode.peer, sender.decode.handover
         if sender.req is None and not peer.gone:
             # The client's request, when it comes, gets the failure at once, too. A peer that is gone leaves no trace:
             # its room need not concern the client's request.
-            self.given_up.add(sender.room, reason, self._now)
+            self.given_up.add(sender.room, failure, self._now)
         if sender.abort_asked:
             peer.send(AbortAck(peer.epoch, handover))
             return
-        self.deny(peer, handover, status, reason)
+        self.deny(peer, handover, *failure)
         if sender.withdrawn and sender.req is not None and not peer.gone:
             # The decode has ended that attempt, and its next one is on its way.
-            self.left.add(sender.room, reason, self._now)
+            self.left.add(sender.room, failure, self._now)

@@ -43,6 +43,7 @@ from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
 from ..transfer.outgoing_pages import MIN_AHEAD_BYTES
 from .control.frames import LONG_FRAME_BYTES
+from .failure import CLIENT_GONE, Failure
 from .kv_sender import DecodeSide, KVSender, PromptTransfer, SenderState, mismatch
 from .limits import HandoverLimits
 from .peer import Peer
@@ -52,6 +53,9 @@ from .prompt_pushes import PromptPushes
 from .sender_rooms import SenderRooms
 
 log = logging.getLogger(__name__)
+
+DECLINED = Failure(503, "declined")
+"""A hand-over that the decode does not need, because it computes the prompt itself."""
 
 
 class SenderTable:
@@ -90,17 +94,17 @@ class SenderTable:
         """Add a client's request to its room, which is opened if the decode has not done so.
 
         If both requests are here, the prompt is queued. If the decode has declined or given the room up, the request
-        ends at once. It fails if the room has a request already.
+        ends at once, with the status that both legs have. It fails if the room has a request already.
         """
         self._rooms.set_time(now)
         self._rooms.left.take(room)  # left by an earlier request
         if self._rooms.declined.take(room) is not None:
             self._end_declined(req)
-            self._rooms.left.add(room, "declined", now)  # the tombstone may stem from an earlier request
+            self._rooms.left.add(room, DECLINED, now)  # the tombstone may stem from an earlier request
             return
         over = self._rooms.given_up.take(room)
         if over is not None:
-            self._scheduler.fail(req, 503, f"the decode instance gave the hand-over up: {over}")
+            self._end_given_up(req, over)
             self._rooms.left.add(room, over, now)  # if both sides reuse a room too soon, both are notified
             return
         sender = self.rooms.get(room)
@@ -162,7 +166,7 @@ class SenderTable:
         else:
             self._rooms.given_up.take(handover.room)  # left by an earlier attempt
         if req is None and self._rooms.left.take(handover.room) is None:
-            self._rooms.declined.add(handover.room, "declined", now)
+            self._rooms.declined.add(handover.room, DECLINED, now)
         elif req is not None and not req.is_ended:
             self._end_declined(req)
 
@@ -170,6 +174,17 @@ class SenderTable:
         text = "the decode instance computes the prompt itself"
         req.pending_output, req.pending_logprobs = [], []  # the client gets the decode's first token instead
         self._scheduler.end(req, ReqState.MOVED, FinishReason(FinishType.DECLINED, message=text))
+
+    def _end_given_up(self, req: Req, over: Failure) -> None:
+        """End a request that comes after its hand-over failed, as it would have ended if it had come before.
+
+        If the decode aborted it, it is aborted here. An error would count as a failure of this instance at a router.
+        """
+        text = f"the decode instance gave the hand-over up: {over.reason}"
+        if over.status == CLIENT_GONE:
+            self._scheduler.end(req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=text))
+        else:
+            self._scheduler.fail(req, over.status, text, "transfer_error")
 
     def _opened(self, peer: Peer, handover: HandoverId, nbytes: int, now: float) -> KVSender | None:
         """Return the room of ``handover``, assigned to ``peer``, and open it if it is missing.
@@ -196,7 +211,7 @@ class SenderTable:
             self._rooms.declined.take(room)
             over = self._rooms.left.take(room)
             if over is not None:
-                self._rooms.deny(peer, handover, 503, f"the prefill instance gave up: {over}")
+                self._rooms.deny(peer, handover, over.status, f"the prefill instance gave up: {over.reason}")
                 return None
         if sender is None or sender.req is None:
             too_many = self._rooms.unclaimed.admit(peer, room, nbytes)
@@ -318,7 +333,7 @@ class SenderTable:
         sender = self._rooms.of(req)
         if sender is not None:
             # Its client may hear of it from either instance: both must say the same.
-            status = 499 if req.state is ReqState.ABORTED else req.failed_with or 500
+            status = CLIENT_GONE if req.state is ReqState.ABORTED else req.failed_with or 500
             self._rooms.drain(sender, status, reason)
 
     def on_too_long(self, peer: Peer, msg: FirstToken) -> None:
@@ -341,7 +356,7 @@ class SenderTable:
             peer.send(AbortAck(peer.epoch, handover))
             return
         if sender is None:
-            self._rooms.given_up.add(handover.room, msg.reason, now)
+            self._rooms.given_up.add(handover.room, Failure(CLIENT_GONE, msg.reason), now)
             peer.send(AbortAck(peer.epoch, handover))
             return
         sender.assign(peer, handover)
@@ -349,7 +364,7 @@ class SenderTable:
         if sender.req is not None and not sender.req.is_ended:
             self._scheduler.end(sender.req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=msg.reason))
         if sender.state is not SenderState.DRAINING:
-            self._rooms.drain(sender, 499, msg.reason)
+            self._rooms.drain(sender, CLIENT_GONE, msg.reason)
 
     def on_gone(self, peer: Peer) -> None:
         """End the rooms, and fail the requests, of a decode that died or fell silent."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
+from .failure import Failure
+
 PEER_ROOMS = 4096
 """Maximum open rooms of one peer without a client's request.
 
@@ -69,26 +71,26 @@ class UnclaimedRooms:
 
 class _Tombstone(NamedTuple):
     until: float
-    reason: str
+    failure: Failure
 
 
 class Tombstones:
-    """Reasons for the end of rooms, kept for ``TOMBSTONE_SECONDS`` for the side that comes late."""
+    """Failures of rooms, kept for ``TOMBSTONE_SECONDS`` for the side that comes late."""
 
     def __init__(self) -> None:
         self._graves: dict[int, _Tombstone] = {}
 
-    def add(self, room: int, reason: str, now: float) -> None:
+    def add(self, room: int, failure: Failure, now: float) -> None:
         """Remember for a minute why ``room`` ended, and forget the oldest record above ``MAX_TOMBSTONES``."""
         self._graves.pop(room, None)  # so that the order stays that of expiry
-        self._graves[room] = _Tombstone(now + TOMBSTONE_SECONDS, reason)
+        self._graves[room] = _Tombstone(now + TOMBSTONE_SECONDS, failure)
         if len(self._graves) > MAX_TOMBSTONES:
             del self._graves[next(iter(self._graves))]
 
-    def take(self, room: int) -> str | None:
-        """Remove and return the reason for the end of ``room``, or None if none is remembered."""
+    def take(self, room: int) -> Failure | None:
+        """Remove and return the failure of ``room``, or None if none is remembered."""
         grave = self._graves.pop(room, None)
-        return grave.reason if grave is not None else None
+        return grave.failure if grave is not None else None
 
     def expire(self, now: float) -> None:
         """Forget the rooms that have been remembered for ``TOMBSTONE_SECONDS`` at ``now``."""

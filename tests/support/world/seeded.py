@@ -102,7 +102,7 @@ def checksum_is_not_looked_at(patch: Patch) -> None:
 
 def late_legs_get_no_answer(patch: Patch) -> None:
     """Let a room that is over leave no record for the leg that comes late."""
-    patch.setattr(Tombstones, "add", lambda self, room, reason, now: None)
+    patch.setattr(Tombstones, "add", lambda self, room, failure, now: None)
 
 
 def done_before_it_has_landed(patch: Patch) -> None:

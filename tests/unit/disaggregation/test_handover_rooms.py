@@ -98,14 +98,35 @@ def test_other_decode_can_not_take_a_room_over():
     assert pair.decode.tokens["a"] == reference_output(range(30), 2)
 
 
-def test_decode_that_comes_late_is_told_at_once_that_the_prefill_gave_up():
+@pytest.mark.parametrize("early", ["prefill", "decode"])
+def test_an_abort_of_one_leg_is_an_abort_of_the_leg_that_comes_later(early: str) -> None:
+    """A router would count an error against the instances, and send the aborted request again."""
+    pair = SimPair()
+    pair.submit("a", range(9), 1, legs=(early,))
+    until_delivered(pair)
+    getattr(pair, early).scheduler.abort(AbortReq("a", "by the test"))
+    pair.collect()
+    until_delivered(pair)
+    late = "decode" if early == "prefill" else "prefill"
+    pair.submit("a", range(9), 1, legs=(late,))
+    run_until_idle(pair)
+    for side in (pair.prefill, pair.decode):
+        assert side.ends["a"].finish.type is FinishType.ABORT
+        assert "by the test" in side.ends["a"].finish.message
+    assert_all_returned(pair)
+
+
+@pytest.mark.parametrize("status", [400, 408, 503])
+def test_a_decode_that_comes_late_fails_as_the_prefill_did(status: int) -> None:
     pair = SimPair()
     pair.submit("a", range(9), 1, legs=("prefill",))
-    pair.prefill.scheduler.abort(AbortReq("a"))
+    req = pair.prefill.scheduler.reqs["a"]
+    pair.prefill.scheduler.fail(req, status, "it can't be served")
+    pair.prefill.scheduler.handovers.cancel(req, "it can't be served")
     pair.submit("a", range(9), 1, legs=("decode",))
     run_until_idle(pair)
-    assert pair.decode.ends["a"].status == 503
-    assert "gave up" in pair.decode.ends["a"].message
+    assert pair.decode.ends["a"].status == status
+    assert "the prefill instance gave up: it can't be served" in pair.decode.ends["a"].message
     assert_all_returned(pair)
 
 
@@ -149,7 +170,9 @@ def test_both_legs_are_told_where_a_name_is_used_again_too_soon():
     pair.submit("b", range(9), 1, legs=("prefill",))
     pair.submit("b", range(9), 1, legs=("decode",))
     until_delivered(pair)
-    assert [side.ends["b"].status for side in (pair.prefill, pair.decode)] == [503, 503]
+    for side in (pair.prefill, pair.decode):
+        assert side.ends["b"].finish.type is FinishType.ABORT
+        assert "gave the hand-over up" in side.ends["b"].finish.message or "gave up" in side.ends["b"].finish.message
     pair.submit("c", range(9), 1, max_new_tokens=3)
     run_until_idle(pair)
     assert pair.decode.tokens["c"] == reference_output(range(9), 3)

@@ -7,6 +7,7 @@ from support.handovers import named
 from support.sim_pair import LIMITS, SimPair, make_peer
 
 from pdserve.disaggregation.handover import unclaimed_rooms
+from pdserve.disaggregation.handover.failure import Failure
 from pdserve.disaggregation.handover.kv_sender import digest_of
 from pdserve.disaggregation.handover.unclaimed_rooms import Tombstones, UnclaimedRooms
 from pdserve.messages.handover import Abort, AbortAck, RoomQueued, TransferFailed, TransferRequest
@@ -56,11 +57,11 @@ def test_page_numbers_are_counted_in_bytes():
 def test_tombstones_go_with_time_or_for_newer_ones():
     graves = Tombstones()
     for i in range(25):
-        graves.add(i, f"why {i}", float(i))
+        graves.add(i, Failure(503, f"why {i}"), float(i))
     assert len(graves) == 20
     assert graves.take(4) is None
-    assert (graves.take(5), graves.take(5)) == ("why 5", None)
-    graves.add(6, "again", 30.0)  # last in line now
+    assert (graves.take(5), graves.take(5)) == (Failure(503, "why 5"), None)
+    graves.add(6, Failure(503, "again"), 30.0)  # last in line now
     graves.expire(unclaimed_rooms.TOMBSTONE_SECONDS + 23.5)
     assert [room for room in range(30) if room in graves] == [6, 24]
 
