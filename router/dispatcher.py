@@ -157,12 +157,13 @@ class Dispatcher:
         """Return the seconds to wait before the next attempt; None if there should be no other one.
 
         The next attempt goes to instances outside ``failed`` if there are any. Otherwise it waits as long as an
-        instance asked by ``Retry-After``, if that is within ``seconds_left``. An overloaded instance is not asked
-        again.
+        instance asked by ``Retry-After``, if that is within ``seconds_left``. An instance that is overloaded, or
+        where the client's key is at its limit, is not asked again.
         """
-        if self._fleet.has_others(body, failed) or (error.retry_after is None and not error.is_load):
+        is_refused = error.is_load or error.is_key_limit
+        if self._fleet.has_others(body, failed) or (error.retry_after is None and not is_refused):
             return RETRY_PAUSE
-        if error.is_load or error.retry_after is None or error.retry_after > seconds_left:
+        if is_refused or error.retry_after is None or error.retry_after > seconds_left:
             return None
         return max(RETRY_PAUSE, error.retry_after)
 

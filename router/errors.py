@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from ..messages.error_codes import ABOUT_INSTANCE, INSTANCE_FAILED, OVERLOADED
+from ..messages.error_codes import ABOUT_INSTANCE, INSTANCE_FAILED, KEY_LIMIT_EXCEEDED, OVERLOADED
 from ..runtime.web.errors import error_fields, error_headers
 from .headers import Headers, without_type
 
@@ -32,6 +32,11 @@ class RouterError(Exception):
     """Seconds for which that instance asked to get no requests."""
     is_load = False
     """Whether the instance is only overloaded, and otherwise in order."""
+    is_key_limit = False
+    """Whether the client's API key has all that one key may have at the instance, which has room for others.
+
+    Such a request may succeed at another instance, since each has limits of its own.
+    """
     blames_peer = False
     """Whether the other instance of the pair may be the one at fault."""
     blames_no_instance = False
@@ -183,7 +188,8 @@ class MovedAwayError(RouterError):
 class InstanceAnsweredError(RouterError):
     """An instance answered with an error. Its own ``error`` object goes to the client.
 
-    A status below 400, like a redirect, becomes a 502. 429, and 503 with ``code`` "overloaded", mean load. A 503 with
+    A status below 400, like a redirect, becomes a 502. 429, and 503 with ``code`` "overloaded", mean load. But a 429
+    with ``KEY_LIMIT_EXCEEDED`` is about the client's API key. A 503 with
     ``Retry-After`` is about the instance if its ``code`` says so, or if it has none, like those of other servers.
     """
 
@@ -200,7 +206,8 @@ class InstanceAnsweredError(RouterError):
         self.code = error.get("reason", error.get("code"))
         # Either instance of a pair may report a failure between them.
         self.blames_peer = self.kind == "transfer_error"
-        self.is_load = status == TOO_MANY or (status == 503 and self.code == OVERLOADED)
+        self.is_key_limit = status == TOO_MANY and self.code == KEY_LIMIT_EXCEEDED
+        self.is_load = (status == TOO_MANY and not self.is_key_limit) or (status == 503 and self.code == OVERLOADED)
         is_coded = isinstance(self.code, str)
         if status == 503 and not self.blames_peer and (not is_coded or self.code in ABOUT_INSTANCE):
             self.retry_after = retry_after(headers)

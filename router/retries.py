@@ -9,7 +9,10 @@ from .instance import Instance
 from .targets import Target, legs
 
 RETRIES_AFTER_LOAD = 1
-"""Retries of a request after an instance refused it for load. More would multiply the load that is the cause."""
+"""Retries of a request after an instance refused it for load, or because of its key's share.
+
+More would multiply the load that is the cause.
+"""
 
 
 class RetryBudget:
@@ -38,7 +41,7 @@ class RetryBudget:
         if isinstance(error, InstanceCrashedError):
             self._after_crash -= 1
             left = min(left, self._after_crash)
-        if error.is_load:
+        if error.is_load or error.is_key_limit:
             self._after_load -= 1
             left = min(left, self._after_load)
         return left >= 0
@@ -57,7 +60,7 @@ def charge(error: RouterError, at_fault: Iterable[Instance], begun_at: float) ->
 
     If the instance sent ``Retry-After``, its circuit breaker opens for that time. Otherwise its breaker counts the
     failure. Load (429) does not count there. But both failures and load count in ``recent_failures``, which is load for
-    some time. Errors of the client, and failures that health checks see as well, count nowhere.
+    some time. Errors of the client, limits of its API key, and failures that health checks see as well, count nowhere.
     """
     is_failure = error.status >= 500 and not error.shows_health
     for instance in at_fault:

@@ -8,6 +8,7 @@ from functools import partial
 import msgspec
 
 from ..messages.base import I32
+from ..messages.error_codes import too_many
 from ..messages.outputs import FinishReason, FinishType, ReqError
 from ..messages.requests import Bootstrap, GenerateReq
 from .outbox import send_interval
@@ -115,11 +116,12 @@ class Arrivals:
             return closed
         if where is not None and where.refusal and self._route(where) is Route.INCOMING:
             return refuse_peer(where)
-        waiting = scheduler.planner.waiting
-        if waiting.is_below_share(msg.key_name, most_living(scheduler.options)):
+        waiting, room = scheduler.planner.waiting, most_living(scheduler.options)
+        if waiting.is_below_share(msg.key_name, room):
             return None
         seconds = partial(scheduler.estimator.queue_seconds, len(waiting) // 2, scheduler.now)
-        return refuse_more(len(scheduler.reqs), scheduler.options, seconds, msg.place)
+        code = too_many(msg.key_name, has_room_for_others=waiting.has_share_for_others(room))
+        return refuse_more(len(scheduler.reqs), scheduler.options, seconds, msg.place, code)
 
     def admit_moved(self, msg: GenerateReq, output: I32, max_new_tokens: int) -> Req | str:
         """Admit a request that migrates here with its ``output`` so far, and return it; it has no memory and is not

@@ -223,6 +223,10 @@ class FairShares:
         mine = self._keys.here[key]
         return mine < room // (len(self._keys.here) + (not mine))
 
+    def has_share_for_others(self, room: int) -> bool:
+        """Return whether an API key without requests here would have a part of a queue of ``room`` requests."""
+        return len(self._keys.here) < room
+
     def _users_of(self, tenant: Tenant) -> _Competition:
         # This runs for each comparison of shares, so nothing is made that is not needed.
         if (users := self._users.get(tenant.key)) is None:
@@ -265,6 +269,10 @@ class NoShares:
 
     def is_below_share(self, key: str, room: int) -> bool:
         """Return False: no key has a share of its own in the queue, so a full queue refuses every key."""
+        return False
+
+    def has_share_for_others(self, room: int) -> bool:
+        """Return False: a full queue refuses every key."""
         return False
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..messages import error_codes
+from ..messages.error_codes import RATE_LIMIT_EXCEEDED
 from ..messages.requests import Bootstrap, GenerateReq
 from .kv_memory import KVMemory
 from .options import SchedulerOptions
@@ -72,11 +73,18 @@ def most_living(options: SchedulerOptions) -> int:
     return options.max_queued_requests + options.max_running_requests
 
 
-def refuse_more(living: int, options: SchedulerOptions, seconds: Callable[[], float], place: int = 0) -> Refusal | None:
+def refuse_more(
+    living: int,
+    options: SchedulerOptions,
+    seconds: Callable[[], float],
+    place: int = 0,
+    code: str = RATE_LIMIT_EXCEEDED,
+) -> Refusal | None:
     """Return a refusal if ``living`` requests are as many as may run and wait; None if one more may.
 
     It is a 429 with ``Retry-After``, or a 413 for a batch that never fits. ``seconds`` returns the estimated time until
     half of the waiting requests are admitted. ``place``: how many prompts of its batch come before this one.
+    ``code``: error code of a 429.
     """
     if living < most_living(options):
         return None
@@ -85,7 +93,7 @@ def refuse_more(living: int, options: SchedulerOptions, seconds: Callable[[], fl
     text = f"{living} requests are queued or running; try again in {again} s"
     if place >= most_living(options):
         return refuse_batch(place + 1, most_living(options))
-    return Refusal(429, text, BUSY, code="rate_limit_exceeded", retry_after=again)
+    return Refusal(429, text, BUSY, code=code, retry_after=again)
 
 
 def refuse_batch(answers: int, most: int) -> Refusal:

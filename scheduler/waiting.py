@@ -99,6 +99,10 @@ class WaitingQueue:
         """
         return self.shares.is_below_share(key, room)
 
+    def has_share_for_others(self, room: int) -> bool:
+        """Return whether an API key without requests would be admitted although the queue of ``room`` is full."""
+        return self.shares.has_share_for_others(room)
+
     def rank(self, req: Req) -> int:
         """Return the rank of a request. Lower ranks go first, before any other rule."""
         return self._sign * req.msg.priority if self.has_ranks else 0

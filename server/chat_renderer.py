@@ -177,7 +177,8 @@ class ChatRenderer:
                 f"keys; the limit is {shares.most} (twice --max-queued-requests), of which a key may have as many as "
                 "it leaves free; try again later"
             )
-            refusal = ReqError(req.rid, 429, text, "overloaded_error", code="rate_limit_exceeded", retry_after=1)
+            code = shares.refusal_code(key, 1)
+            refusal = ReqError(req.rid, 429, text, "overloaded_error", code=code, retry_after=1)
             out.answers.extend(msgspec.structs.replace(refusal, rid=rid) for rid in req.rids)
             return
         shares.take(key, 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ..messages.error_codes import too_many
+
 
 class KeyShares:
     """What each key holds of ``most`` in all. A key may hold as much as it leaves free.
@@ -28,6 +30,14 @@ class KeyShares:
         Takes nothing.
         """
         return self._of[key] + amount <= self.most - self.held - amount
+
+    def has_room_for_others(self, amount: int) -> bool:
+        """Return whether a key that holds nothing may take ``amount``. Takes nothing."""
+        return amount <= self.most - self.held - amount
+
+    def refusal_code(self, key: str, amount: int) -> str:
+        """Return the error code of a 429 to ``key``, which has no room for ``amount`` more."""
+        return too_many(key, has_room_for_others=self.has_room_for_others(amount))
 
     def take(self, key: str, amount: int) -> None:
         """Add ``amount`` to what ``key`` holds, without a check of the limit."""

@@ -14,6 +14,7 @@ from hashlib import scrypt, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
+from ...messages.error_codes import ADMIN_KEY
 from ..trusted_path import read_secret
 from .ports import is_loopback
 
@@ -24,8 +25,7 @@ if TYPE_CHECKING:  # every command reads options, and few of them serve
 KEY_NAME_HEADER = b"x-pdserve-key-name"
 """Header with the name of the client's key, in a request that a router passes on with the admin key."""
 SCOPE_KEY = "pdserve.caller"
-ADMIN = "(admin)"
-"""Name of the admin, which no user can have."""
+ADMIN = ADMIN_KEY
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 API_KEY_VARIABLE = "PDSERVE_API_KEY"
 """Where ``--api-key`` may stand. Only the process that reads options needs it."""

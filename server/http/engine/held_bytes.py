@@ -49,6 +49,7 @@ class HeldBytes:
                 f"{nbytes} bytes of prompts beside {shares.of(key)} of this API key and {shares.held} of all keys are "
                 f"too many: the limit is {shares.most}, of which a key may have as many as it leaves free; "
                 "try again later",
+                code=shares.refusal_code(key, nbytes),
             )
 
     def take(self, key: str, nbytes: int) -> None:

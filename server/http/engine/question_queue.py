@@ -151,6 +151,7 @@ class QuestionQueue:
                 429,
                 f"{shares.of(key)} {what} of this API key wait, {shares.held} of all keys; the limit is {shares.most}, "
                 "of which a key may have as many as it leaves free; try again later",
+                code=shares.refusal_code(key, amount),
             )
 
 

@@ -2,9 +2,11 @@
 
 import time
 
+import orjson
 import pytest
 from support.router_rig import generate, scenario
 
+from pdserve.messages.error_codes import KEY_LIMIT_EXCEEDED
 from pdserve.router.circuit_breaker import FAILURES, LONGEST, CircuitBreaker
 from pdserve.router.errors import InstanceAnsweredError, InstanceGoneError, InstanceSilentError, retry_after
 from pdserve.router.fleet import Fleet
@@ -13,6 +15,7 @@ from pdserve.router.options import RouterOptions
 from pdserve.router.recent_failures import HALF_LIFE, RecentFailures
 from pdserve.router.retries import blamed, charge
 from pdserve.router.targets import Pair
+from pdserve.runtime.web.errors import anthropic_error, error_fields, llama_error, message_error, plain_error
 
 TRANSFER = b'{"error": {"message": "the peer is gone", "type": "transfer_error"}}'
 FULL = b'{"error": {"message": "full", "type": "overloaded_error"}}'
@@ -136,6 +139,42 @@ def test_what_counts_against_an_instance():
     instance.breaker = CircuitBreaker(Clock())
     charge(InstanceAnsweredError(503, FULL, "", AFTER_3), [instance], 0.0)
     assert instance.breaker.seconds_left == 3.0
+
+
+KEY_LIMIT = error_fields(429, "1024 of this key wait", code=KEY_LIMIT_EXCEEDED)
+
+
+@pytest.mark.parametrize("shape", [plain_error, message_error, anthropic_error, llama_error])
+def test_a_limit_of_one_api_key_says_nothing_about_the_instance(shape):
+    instance = Instance("http://w", Role.UNIFIED)
+    for i in range(FAILURES):
+        error = InstanceAnsweredError(429, orjson.dumps(shape(KEY_LIMIT)), "", AFTER_3)
+        charge(error, [instance], time.monotonic() + i)
+    assert not instance.breaker
+    assert instance.recent_failures.count == 0
+
+
+@scenario(policy="round_robin")
+async def test_a_key_at_its_limit_is_tried_at_one_other_instance_and_then_told(rig):
+    three = [await rig.instance("error") for _ in range(3)]
+    for instance in three:
+        instance.error = KEY_LIMIT
+    client = await rig.route(worker=three)
+    response = await generate(client)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    assert response.json()["error"] == KEY_LIMIT
+    assert sum(len(instance.requests) for instance in three) == 2
+    three[0].script = three[1].script = "ok"
+    assert (await generate(client)).status_code == 200
+
+
+@scenario()
+async def test_a_key_at_the_limit_of_the_only_instance_is_told_at_once(rig):
+    one = await rig.instance("error")
+    one.error = KEY_LIMIT
+    client = await rig.route(worker=[one])
+    assert (await generate(client)).status_code == 429
+    assert len(one.requests) == 1
 
 
 def test_load_and_failures_count_as_load_for_some_time():

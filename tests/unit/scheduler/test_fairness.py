@@ -256,16 +256,43 @@ def test_a_full_queue_has_room_for_a_key_that_has_less_than_its_part():
         return refusal.code if refusal is not None else None
 
     refused = [send(f"greedy{i}", "greedy") for i in range(20)]
-    assert refused.count("rate_limit_exceeded") == 10
+    assert refused.count("key_limit_exceeded") == 10
     late = [send(f"late{i}", "late") for i in range(8)]
-    assert late == [None] * 5 + ["rate_limit_exceeded"] * 3
+    assert late == [None] * 5 + ["key_limit_exceeded"] * 3
     third = [send(f"third{i}", "third") for i in range(5)]
-    assert third == [None] * 3 + ["rate_limit_exceeded"] * 2
+    assert third == [None] * 3 + ["key_limit_exceeded"] * 2
     for i in range(100):
         send(f"more{i}", f"key {i}")
     assert len(sim.scheduler.reqs) == 10 + 5 + 3 + 7  # with ten keys there, no other key gets more
     sim.run_until_idle()
     assert not sim.scheduler.reqs
+
+
+@pytest.mark.parametrize("fair", [False, True])
+def test_a_queue_that_is_full_for_every_key_is_load(fair: bool) -> None:
+    sim = SimInstance(make_options(fair_scheduling=fair, max_running_requests=1, max_queued_requests=3))
+
+    def send(key: str, rid: str) -> str | None:
+        msg = make_generate(rid, [1, 2, 3], max_new_tokens=4)
+        msg.key_name = key
+        refusal = sim.scheduler.arrivals.refusal(msg)
+        sim.scheduler.arrivals.admit(msg, sim.now)
+        return refusal.code if refusal is not None else None
+
+    assert [send(f"key {i}", f"{i}") for i in range(4)] == [None] * 4
+    assert [send(key, key) for key in ("key 0", "new", "", "(admin)")] == ["rate_limit_exceeded"] * 4
+    sim.run_until_idle()
+
+
+def test_clients_without_keys_fill_the_queue_as_one_and_that_is_load() -> None:
+    sim = SimInstance(make_options(fair_scheduling=True, max_running_requests=1, max_queued_requests=3))
+    codes = []
+    for i in range(5):
+        refusal = sim.scheduler.arrivals.refusal(msg := make_generate(f"{i}", [1, 2, 3], max_new_tokens=4))
+        sim.scheduler.arrivals.admit(msg, sim.now)
+        codes.append(refusal.code if refusal is not None else None)
+    assert codes == [None] * 4 + ["rate_limit_exceeded"]
+    sim.run_until_idle()
 
 
 def test_without_fair_shares_a_full_queue_is_full_for_all():

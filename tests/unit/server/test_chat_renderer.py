@@ -199,7 +199,7 @@ def test_one_key_cannot_fill_the_queue() -> None:
         errors = tokenizer.sort(chat("more", "greedy", forks=1)).answers
         for error, rid in zip(errors, ("more", "more-1"), strict=True):
             assert isinstance(error, ReqError)
-            assert (error.rid, error.status, error.code) == (rid, 429, "rate_limit_exceeded")
+            assert (error.rid, error.status, error.code) == (rid, 429, "key_limit_exceeded")
             assert "the limit is 8 (twice --max-queued-requests)" in error.message
         assert not tokenizer.sort(chat("other", "other")).answers
         tokenizer.begin()

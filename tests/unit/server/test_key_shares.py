@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.messages.error_codes import KEY_LIMIT_EXCEEDED, RATE_LIMIT_EXCEEDED
 from pdserve.runtime.key_queue import KeyQueue
 from pdserve.server.key_shares import KeyShares
 
@@ -27,6 +28,23 @@ def test_a_share_counts_what_is_to_be_taken_at_once() -> None:
     shares.take("a", 30)
     assert shares.has_room("a", 2)
     assert not shares.has_room("a", 3)
+
+
+def test_a_refusal_is_the_keys_own_only_while_another_key_has_room() -> None:
+    shares = KeyShares(8)
+    fill(shares, "a")
+    assert shares.refusal_code("a", 1) == KEY_LIMIT_EXCEEDED
+    fill(shares, "b")
+    assert [shares.refusal_code(key, 1) for key in "ab"] == [KEY_LIMIT_EXCEEDED] * 2
+    fill(shares, "c")
+    assert [shares.refusal_code(key, 1) for key in "abcd"] == [RATE_LIMIT_EXCEEDED] * 4
+
+
+@pytest.mark.parametrize("everybody", ["", "(admin)"])
+def test_a_name_that_all_clients_share_has_no_limit_of_its_own(everybody: str) -> None:
+    shares = KeyShares(8)
+    fill(shares, everybody)
+    assert shares.refusal_code(everybody, 1) == RATE_LIMIT_EXCEEDED
 
 
 def test_two_keys_come_to_equal_shares_as_the_first_gives_back() -> None:

@@ -279,7 +279,7 @@ def test_a_question_too_many_is_a_429_and_another_key_still_has_room(count: int,
         await settle()
         with pytest.raises(ApiError, match=f"the limit is {most}, of which a key may have") as refused:
             await tokenizer.ask("one more", work, Client("greedy"))
-        assert refused.value.status == 429
+        assert (refused.value.status, refused.value.code) == (429, "key_limit_exceeded")
         tasks.append(tokenizer.ask("other", work, Client("other")))
         await settle()
         assert tokenizer.queue.waiting == count + 1

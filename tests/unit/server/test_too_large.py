@@ -184,8 +184,9 @@ def test_one_key_can_hold_half_of_the_bytes_and_the_others_the_rest() -> None:
         greedy, other = Caller("greedy", is_admin=False), Caller("other", is_admin=False)
         submit = engine.client.submit
         first = [await submit(plan(f"a{i}", LIMIT), streaming=False, caller=greedy) for i in range(4)]
-        with pytest.raises(ApiError, match="of which a key may have as many as it leaves free"):
+        with pytest.raises(ApiError, match="of which a key may have as many as it leaves free") as refused:
             await submit(plan("a5", LIMIT), streaming=False, caller=greedy)
+        assert (refused.value.status, refused.value.code) == (429, "key_limit_exceeded")
         second = await submit(plan("b", 2 * LIMIT), streaming=False, caller=other)
         with pytest.raises(ApiError, match="of this API key"):
             await submit(plan("a6", 1), streaming=False, caller=greedy)
