@@ -59,14 +59,17 @@ class AnswerRelay:
         """Bytes of answers that clients have not read."""
 
     @contextlib.asynccontextmanager
-    async def leg(self, instance: Instance, request: RoutedRequest) -> AsyncIterator[Leg]:
+    async def leg(
+        self, instance: Instance, request: RoutedRequest, ended: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[Leg]:
         """Open a leg: one exchange of ``request`` with ``instance``, which is closed when the block ends.
 
+        ``ended`` is called when all of a successful answer has arrived, which the client may still have to read.
         If the instance dies meanwhile, the request is recorded as a suspected cause.
         """
         begun_at = time.monotonic()
         try:
-            async with Leg(self._client, self._fleet, instance, self._limits, request.stream_format) as leg:
+            async with Leg(self._client, self._fleet, instance, self._limits, request.stream_format, ended) as leg:
                 yield leg
         except InstanceCrashedError:
             self._quarantine.record(await digest_of(request.body.raw), instance.url, begun_at)
@@ -94,7 +97,7 @@ class AnswerRelay:
         on in the middle of it, the rest comes from the instance that it names.
         """
         headers = [*request.headers, CAN_FOLLOW]
-        ticket = await self._read_leg(answering.instance, request, headers, body, answer, began)
+        ticket = await self._read_leg(answering, request, headers, body, answer, began)
         while ticket is not None:
             follower = self._fleet.named(ticket.epoch, ticket.url)
             if follower is None:
@@ -105,7 +108,7 @@ class AnswerRelay:
             answering.move(follower)
             ticketed = [*headers, (TICKET, ticket.dump())]
             try:
-                ticket = await self._read_leg(follower, request, ticketed, request.body.raw, answer, began)
+                ticket = await self._read_leg(answering, request, ticketed, request.body.raw, answer, began)
             except InstanceAnsweredError as e:
                 if e.status < 500 and e.status not in TICKET_REFUSED:
                     e.blames_no_instance = True  # the request's own error, as at any instance
@@ -117,20 +120,20 @@ class AnswerRelay:
 
     async def _read_leg(
         self,
-        instance: Instance,
+        answering: Answering,
         request: RoutedRequest,
         headers: Headers,
         body: Body,
         answer: ClientAnswer,
         began: Callable[[], None],
     ) -> Ticket | None:
-        """Pass an instance's answer on to the client.
+        """Pass the answer of the instance of ``answering`` on to the client.
 
         Return None at its end, or the ``Ticket`` with which the rest is to be fetched from another instance. ``began``
         is called before the first part is sent. Raises ``RouterError``.
         """
-        begun_at, framing = time.monotonic(), request.stream_format
-        async with self.leg(instance, request) as leg:
+        begun_at, framing, instance = time.monotonic(), request.stream_format, answering.instance
+        async with self.leg(instance, request, answering.done) as leg:
             head = await leg.open(request.path, body, headers, streams=request.body.stream)
             content_type = head.header(CONTENT_TYPE)
             if content_type == MOVED_TYPE:

@@ -3,6 +3,9 @@
     created ──open()──▶ answered 2xx ──next_events() | read_all() | read_begin(), read() | discard()──▶ done
        └────────┴── any failure raises ──┴── leaving the block drops the connection, which aborts the request there
 
+The request counts as the instance's until the end of its answer has arrived, or the block is left. The client may read
+the rest later. An end that still lies in the socket, because the router holds enough unread bytes, has not arrived.
+
 An answer's bytes are passed on unchanged: nothing is decompressed, and events are not parsed, only kept whole.
 """
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -67,8 +71,11 @@ class Leg:
         instance: Instance,
         limits: LegLimits,
         stream_format: StreamFormat = OPENAI_STREAM,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
+        """Make a leg. ``ended`` is called when all of a successful answer has arrived."""
         self.instance = instance
+        self._ended = ended
         self._client = client
         self._fleet = fleet
         self._limits = limits
@@ -96,8 +103,7 @@ class Leg:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.instance.legs.discard(self)
-        self.instance.in_flight -= 1
+        self._count_no_more()
         if isinstance(error, RouterError):
             error.url = self.instance.url
         if self._answer is not None:
@@ -107,6 +113,15 @@ class Leg:
         if gone is not None and isinstance(error, asyncio.CancelledError) and self._task and not self._task.uncancel():
             gone.url = self.instance.url
             raise gone from None
+
+    def _count_no_more(self) -> None:
+        if self in self.instance.legs:
+            self.instance.legs.discard(self)
+            self.instance.in_flight -= 1
+
+    def _arrived(self) -> None:
+        self._count_no_more()
+        self._ended()
 
     def give_up(self, since: float, reason: str) -> None:
         """Cancel the task of this request, because the instance hangs. Its block ends with ``InstanceCrashedError``.
@@ -165,6 +180,7 @@ class Leg:
         if answer.status not in SUCCESS:
             answer_body = await self.read_all()
             raise self._answered(answer.status, answer_body, passed_back(answer.headers))
+        answer.when_complete(self._arrived)
         return answer
 
     def _renew_while_alive(self, deadline: asyncio.Timeout) -> None:

@@ -20,25 +20,38 @@ def believed_tokens(instance: Instance, tokens: int, count: int) -> int:
 
 
 class Answering:
-    """Count of requests that decode at an instance, or at the one that they migrate to, until the block ends."""
+    """Count of requests that decode at an instance, or at the one that they migrate to.
+
+    They count until ``done`` is called or the block ends.
+    """
 
     def __init__(self, instance: Instance, count: int = 1) -> None:
         self.instance = instance
         self._count = min(count, MAX_ANSWERS)
+        self._is_counted = False
 
     def __enter__(self) -> Self:
-        self.instance.answers += self._count
+        self._begin()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.instance.answers -= self._count
-        self._count = 0
+        self.done()
+
+    def done(self) -> None:
+        """Count these requests no longer, since their instance has ended the answer. Further calls do nothing."""
+        if self._is_counted:
+            self.instance.answers -= self._count
+            self._is_counted = False
 
     def move(self, to: Instance) -> None:
         """Count these requests in ``answers`` of ``to`` from now on, and no longer in that of the instance before."""
-        self.instance.answers -= self._count
-        to.answers += self._count
+        self.done()
         self.instance = to
+        self._begin()
+
+    def _begin(self) -> None:
+        self.instance.answers += self._count
+        self._is_counted = True
 
 
 class Computing:

@@ -50,6 +50,7 @@ class ClientResponse:
         self._longest_pause = 0.0
         self._ended = False
         self._error: ClientError | None = None
+        self._on_complete: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._waiting_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -92,9 +93,20 @@ class ClientResponse:
         self._end(error)
         if error is None:
             self._give_back()
+            if self._on_complete is not None:
+                self._on_complete()
         self._wake()
 
     # the reader's side
+
+    def when_complete(self, call: Callable[[], None]) -> None:
+        """Call ``call`` once the server has sent the whole answer, even if it is not read yet: at once if it has.
+
+        It is not called if the answer breaks off, or is dropped before its end has arrived.
+        """
+        self._on_complete = call
+        if self._ended and self._error is None:
+            call()
 
     async def head(self) -> None:
         """Wait until the answer begins, and its ``status`` and ``headers`` are set; raises ``ClientError``."""
