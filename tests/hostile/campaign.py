@@ -16,6 +16,7 @@ from pdserve.runtime.web.moved_answer import MOVED_PATH
 
 from . import client, local, peer
 from .cluster import MALLORY, Cluster, cluster
+from .members import MembersWatch, wait_ready
 from .neighbour import Neighbour
 from .sound import USER_PATHS
 from .watch import Record, Vitals
@@ -70,6 +71,8 @@ def campaign(who: str, folder: Path, backend: str, seed: int, seconds: float) ->
 
 def attacked(attack: Attack, target: Cluster, seed: int, seconds: float) -> Report:
     """Attack a running cluster for ``seconds``."""
+    wait_ready(target)
+    members = MembersWatch(target)
     neighbour, record = Neighbour(target, seed), Record()
     record.secrets += neighbour.secrets
     neighbour.foreign.append(target.keys[MALLORY].encode())
@@ -94,12 +97,12 @@ def attacked(attack: Attack, target: Cluster, seed: int, seconds: float) -> Repo
         thread.join(limit(60))
     neighbour.stop()
     report.problems = [*dict.fromkeys([*report.problems, *record.violations, *neighbour.problems])]
-    report.problems += aftermath(target, neighbour, vitals)
+    report.problems += aftermath(target, neighbour, vitals, members)
     report.memory = vitals.table()
     return report
 
 
-def aftermath(target: Cluster, neighbour: Neighbour, vitals: Vitals) -> list[str]:
+def aftermath(target: Cluster, neighbour: Neighbour, vitals: Vitals, members: MembersWatch) -> list[str]:
     """Return what is wrong with the cluster once the attacker has gone."""
     problems: list[str] = []
     before = len(neighbour.problems)
@@ -107,6 +110,7 @@ def aftermath(target: Cluster, neighbour: Neighbour, vitals: Vitals) -> list[str
         neighbour.ask_all,
         neighbour.responses.delete,
         lambda: client.clean_up(target),
+        lambda: problems.extend(members.check(neighbour.questions[0])),
         lambda: target.wait_given_back(60),
     ]
     for check in checks:
@@ -118,7 +122,7 @@ def aftermath(target: Cluster, neighbour: Neighbour, vitals: Vitals) -> list[str
     problems += neighbour.problems[before:]
     problems += sessions_left(target)
     problems += vitals.check_left(limit(30))
-    log = target.server.log()
+    log = target.log()
     problems += [f"the log: {log[max(0, m.start() - 300) : m.start() + 2500]}" for m in TRACE.finditer(log)][:3]
     return problems
 

@@ -25,6 +25,7 @@ from .neighbour import Neighbour
 from .sender import Sender, read_all, read_none
 from .sound import FORBIDDEN, FORBIDDEN_PATHS, STREAMED, USER_PATHS, Known, sound_request
 from .watch import Record
+from .worker_attacks import WorkerAttacks, user_credentials
 
 CROWD = 400
 """Connections of a crowd."""
@@ -58,6 +59,7 @@ class HostileUser:
         self._bodies, self._distortions = Bodies(page, self._rng), Distortions(self._rng)
         self._probes = probes
         """The neighbour's questions with prompts that no thread has asked yet."""
+        workers = WorkerAttacks(cluster, record, self._rng, user_credentials(cluster, self._rng))
         self._deck: list[PathFacts] = []
         """Paths that are left of the present round. A round attacks each path at least once."""
         self._kinds: list[tuple[Callable[[], None], int]] = [
@@ -73,6 +75,7 @@ class HostileUser:
             (self.large_body, 1),
             (self.probe_cache, 2),
             (self.speak_as, 3),
+            (workers.attack, 15),
             *KeptResponseAttacks(self._sender, neighbour, record, known, self._rng).kinds,
         ]
 

@@ -1,9 +1,14 @@
-"""The cluster under attack: ``pdserve up`` with a cluster secret, two user keys, an admin key and a tiny model."""
+"""The cluster under attack: ``pdserve up`` with a cluster secret, two user keys, an admin key and a tiny model.
+
+A second router beside it follows a ``--members-file`` with the same instances.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +21,13 @@ from support.processes import NO_REUSE, Launched, launched, wait_until
 from support.scripted_model import TEMPLATE
 from support.tiny_model import tiny_args
 
+from .bait import Bait, bait
+
 ALICE, MALLORY = "alice", "mallory"
 """Names of the two user keys: the neighbour's and the attacker's."""
 POOL_TOKENS = 16384
 ROUTER = "router"
+MEMBERS_ROUTER = "router with members file"
 MODEL = "smollm2"
 """Name of the model for clients."""
 
@@ -36,13 +44,17 @@ class Usage(NamedTuple):
 class Cluster:
     """What the campaign knows of the cluster. ``keys``: by name, the admin's is ``admin``. ``instances``: URL by role.
 
-    ``bootstraps``: port of each instance's bootstrap server, by role.
+    ``bootstraps``: port of each instance's bootstrap server, by role. ``members_router``: the router that follows
+    ``members_file``. ``bait``: a listener of the attacker's.
     """
 
     server: Launched
     keys: dict[str, str]
     secret_file: Path
     backend: str
+    members_router: Launched
+    members_file: Path
+    bait: Bait
     instances: dict[str, str] = field(default_factory=dict)
     bootstraps: dict[str, int] = field(default_factory=dict)
 
@@ -62,6 +74,20 @@ class Cluster:
         """URLs of the router and the instances, by role."""
         return {ROUTER: self.url, **self.instances}
 
+    @property
+    def members_url(self) -> str:
+        """URL of the router that follows a file."""
+        return self.members_router.url
+
+    @property
+    def routers(self) -> list[str]:
+        """URLs of both routers."""
+        return [self.url, self.members_url]
+
+    def log(self) -> str:
+        """Return the logs of all processes."""
+        return self.server.log() + self.members_router.log()
+
     def headers(self, name: str) -> dict[str, str]:
         """Return the headers of a request with the key of this name."""
         return {"authorization": f"Bearer {self.keys[name]}"}
@@ -78,12 +104,13 @@ class Cluster:
 
     def processes(self) -> dict[str, psutil.Process]:
         """Return every living process of the cluster, by its name and the name of its parent."""
-        assert self.server.process is not None
-        root = psutil.Process(self.server.process.pid)
-        found = {"up": root}
-        for child in root.children(recursive=True):
-            with contextlib.suppress(psutil.Error, IndexError):
-                found[f"{child.cmdline()[0]} < {child.parent().cmdline()[0]}"] = child
+        found = {}
+        for name, server in (("up", self.server), (MEMBERS_ROUTER, self.members_router)):
+            assert server.process is not None
+            found[name] = psutil.Process(server.process.pid)
+            for child in found[name].children(recursive=True):
+                with contextlib.suppress(psutil.Error, IndexError):
+                    found[f"{child.cmdline()[0]} < {child.parent().cmdline()[0]}"] = child
         return found
 
     def usage(self) -> dict[str, Usage]:
@@ -141,7 +168,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(folder: Path, backend: str) -> Iterator[Cluster]:
-    """Run the cluster for the duration of the block; it must then end with code 0."""
+    """Run the cluster for the duration of the block; its commands must then end with code 0."""
     keys = {name: secrets.token_urlsafe(24) for name in (ALICE, MALLORY, "admin")}
     files = {
         "users": f"{ALICE} {keys[ALICE]}\n{MALLORY} {keys[MALLORY]}\n",
@@ -164,9 +191,25 @@ def cluster(folder: Path, backend: str) -> Iterator[Cluster]:
     # The tokenizer's own template has neither tools nor reasoning.
     (folder / "chat.jinja").write_text(TEMPLATE)
     args += ["--chat-template", str(folder / "chat.jinja"), "--served-model-name", MODEL]
-    args += ["--api-key-file", str(folder / "users"), "--admin-key-file", str(folder / "admin"), "--return-kv"]
-    args += ["--cluster-secret-file", str(folder / "secret"), "--disaggregation-transfer-backend", backend]
-    with launched(folder, "cluster", "up", *args, "--threads", "1", "--drain-timeout", "20") as server:
+    keys_args = ["--api-key-file", str(folder / "users"), "--admin-key-file", str(folder / "admin")]
+    keys_args += ["--cluster-secret-file", str(folder / "secret")]
+    args += [*keys_args, "--return-kv", "--disaggregation-transfer-backend", backend]
+    with contextlib.ExitStack() as stack:
+        up = ("up", *args, "--threads", "1", "--drain-timeout", "20")
+        server = stack.enter_context(launched(folder, "cluster", *up))
         server.wait_healthy()
-        yield Cluster(server, keys, folder / "secret", backend)
+        with httpx.Client(headers={"authorization": f"Bearer {keys['admin']}"}, trust_env=False) as admin:
+            workers = admin.get(server.url + "/workers").raise_for_status().json()["workers"]
+        # Any user may make files in the file's folder, as in /tmp.
+        shared = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hostile-members-")))
+        shared.chmod(0o1777)
+        members_file = shared / "members.json"
+        members_file.write_text(json.dumps([{"url": worker["url"]} for worker in workers]))
+        members_file.chmod(0o644)
+        args = ["router", "--members-file", str(members_file), *keys_args]
+        router = stack.enter_context(launched(folder, "members-router", *args))
+        router.wait_healthy()
+        found = Cluster(server, keys, folder / "secret", backend, router, members_file, stack.enter_context(bait()))
+        yield found
+        assert router.stop() == 0, router.log()[-3000:]
         assert server.stop() == 0, server.log()[-3000:]

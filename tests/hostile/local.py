@@ -24,6 +24,7 @@ from .neighbour import Neighbour
 from .other_uid import intrusions
 from .signed import Signer
 from .watch import Record
+from .worker_attacks import WorkerAttacks, no_credentials
 
 THREADS = 2
 
@@ -62,6 +63,7 @@ class HostileLocal:
             (self.any_port, 10),
             (self.replay, 10),
             (self.relay, 5),
+            (WorkerAttacks(cluster, record, self._rng, no_credentials(self._rng)).attack, 10),
             (self.other_user, 1),
         ]
 
@@ -170,7 +172,8 @@ class HostileLocal:
             return
         self._record.sent("other user", "")
         folders = [self._cluster.secret_file.parent / name for name in ("users", "admin", "secret", "sessions")]
-        for found in intrusions([process.pid for process in self._cluster.processes().values()], folders):
+        pids = [process.pid for process in self._cluster.processes().values()]
+        for found in intrusions(pids, folders, [self._cluster.members_file]):
             self._record.violated(f"as another user: {found}")
 
     def _ask(

@@ -16,9 +16,14 @@ STRANGER = 65534
 SECONDS = 60.0
 
 
-def intrusions(pids: Sequence[int], files: Sequence[Path]) -> list[str]:
-    """Return what the uid ``nobody`` can do to processes and files; runs a child, as root."""
-    facts = json.dumps([list(pids), [str(file) for file in files], unix_sockets(pids)])
+def intrusions(pids: Sequence[int], files: Sequence[Path], readable: Sequence[Path] = ()) -> list[str]:
+    """Return what the uid ``nobody`` can do to processes and files; runs a child, as root.
+
+    ``readable``: files that it may read, in folders where it may make others.
+    """
+    facts = json.dumps(
+        [list(pids), [str(file) for file in files], unix_sockets(pids), [str(file) for file in readable]]
+    )
     child = subprocess.run(
         [sys.executable, "-P", __file__],
         input=facts.encode(),
@@ -44,7 +49,7 @@ def unix_sockets(pids: Sequence[int]) -> list[str]:
 
 
 def _tries(
-    pids: Sequence[int], files: Sequence[str], sockets: Sequence[str]
+    pids: Sequence[int], files: Sequence[str], sockets: Sequence[str], readable: Sequence[str]
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     for pid in pids:
         for name in ("environ", "mem", "maps", "auxv", "stack"):
@@ -57,8 +62,24 @@ def _tries(
             lambda file=file: list(Path(file).iterdir()) if Path(file).is_dir() else Path(file).read_bytes(),
         )
         yield f"write beside {file}", lambda file=file: Path(file + ".planted").touch()
+    for file in readable:
+        for flags in ("O_CREAT", "O_APPEND", "O_TRUNC"):
+            how = os.O_WRONLY | getattr(os, flags)
+            yield f"open {file} with {flags}", lambda file=file, how=how: os.close(os.open(file, how))
+        yield f"change the mode of {file}", lambda file=file: os.chmod(file, 0o666)
+        yield f"remove {file}", lambda file=file: os.unlink(file)
+        yield f"make a link of {file}", lambda file=file: os.symlink(_planted(file), file)
+        yield f"replace {file}", lambda file=file: os.replace(_planted(file), file)
+        yield f"replace the folder of {file}", lambda file=file: Path(file).parent.rename(Path(file).parent / "../x")
     for name in sockets:
         yield f"talk at {name}", lambda name=name: _talk(name)
+
+
+def _planted(file: str) -> str:
+    """Make a file in the same folder, and return its path."""
+    planted = Path(file + ".planted")
+    planted.write_text("[]")
+    return str(planted)
 
 
 def _talk(name: str) -> None:

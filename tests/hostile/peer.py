@@ -3,10 +3,10 @@
 It dials instances, and is dialled by those that a signed request sends to its own bootstrap server. It takes either
 side of hand-overs and moves. A holder of the secret may send requests and KV in any user's name (``docs/security.md``):
 what it sends is mallory's here. It may not end a process, get KV that it did not ask for, or make an instance keep
-memory.
+memory. Nor may it see or change the members of a router, which asks for its admin key.
 
 Its connections are in ``peer_links.py``, its ports in ``peer_ports.py``, its messages in ``peer_messages.py`` and its
-HTTP requests in ``peer_requests.py``. Here is what it does with them.
+HTTP requests in ``peer_requests.py`` and ``worker_attacks.py``. Here is what it does with them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import msgspec
 import xxhash
 from support.control_wire import framed
+from support.machine import limit
 
 from pdserve.disaggregation.handover.control.frames import LENGTH, LONG_FRAME_BYTES, SHORT_FRAME_BYTES
 from pdserve.messages.base import HandoverId, pack_i32
@@ -44,6 +46,7 @@ from .peer_links import Link, PeerLinks
 from .peer_ports import write_to
 from .peer_requests import PeerRequests
 from .watch import Record
+from .worker_attacks import WorkerAttacks, signed_credentials
 
 
 class HostilePeer:
@@ -54,6 +57,8 @@ class HostilePeer:
         self._rng = random.Random(seed)
         self._links = PeerLinks(cluster, record, self._rng, self._hear)
         self._requests = PeerRequests(cluster, record)
+        self._http = httpx.Client(timeout=limit(30), trust_env=False)
+        workers = WorkerAttacks(cluster, record, self._rng, signed_credentials(cluster, self._rng, self._http))
         self._kinds: list[tuple[Callable[[], None], int]] = [
             (self.say, 500),
             (self.contradict, 100),
@@ -65,6 +70,7 @@ class HostilePeer:
             (self.greet_again, 5),
             (self.leave, 8),
             (self.moved, 20),
+            (workers.attack, 30),
         ]
 
     def attack(self) -> None:
@@ -79,6 +85,7 @@ class HostilePeer:
         """Hang up and end what is under way."""
         self._links.close()
         self._requests.close()
+        self._http.close()
 
     # --- kinds of attacks ---
 

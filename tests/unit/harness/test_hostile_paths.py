@@ -87,6 +87,7 @@ class Cluster:
     """Stands in for a cluster: servers that answer every request with one status."""
 
     status: int = 200
+    keys: dict[str, str] = field(default_factory=lambda: {"mallory": "m-key"})
     urls: dict[str, str] = field(default_factory=lambda: {"router": "http://router", "decode": "http://decode"})
 
     @property
