@@ -16,10 +16,12 @@ from ..runtime.web.client.response import ClientResponse
 from ..runtime.web.errors import error_status
 from ..runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET, Ticket, read_ticket
 from ..runtime.web.sse import StreamFormat
+from .byte_budget import ByteBudget
 from .client_answer import ClientAnswer
 from .errors import InstanceAnsweredError, InstanceCrashedError, MovedAwayError, RouterError, error_of, parse_error
 from .fleet import Fleet
 from .headers import CONTENT_LENGTH, CONTENT_TYPE, Headers, passed_back
+from .held_events import SMALL_BYTES, HeldEvents
 from .instance import Instance
 from .leg import Leg, LegLimits
 from .quarantine import Quarantine, digest_of
@@ -50,13 +52,17 @@ MAX_HELD_BYTES = 256 << 20
 class AnswerRelay:
     """Sender of requests to single instances, and of their answers to the clients."""
 
-    def __init__(self, fleet: Fleet, client: HttpClient, limits: LegLimits, quarantine: Quarantine) -> None:
+    def __init__(
+        self, fleet: Fleet, client: HttpClient, limits: LegLimits, quarantine: Quarantine, max_held_event_bytes: int
+    ) -> None:
         self._fleet = fleet
         self._client = client
         self._limits = limits
         self._quarantine = quarantine
         self._held = 0
-        """Bytes of answers that clients have not read."""
+        """Bytes of answers that do not stream, and that clients have not read."""
+        self._held_events = ByteBudget(max_held_event_bytes)
+        """Bytes of long events that clients have not read."""
 
     @contextlib.asynccontextmanager
     async def leg(
@@ -67,9 +73,10 @@ class AnswerRelay:
         ``ended`` is called when all of a successful answer has arrived, which the client may still have to read.
         If the instance dies meanwhile, the request is recorded as a suspected cause.
         """
-        begun_at = time.monotonic()
+        begun_at, framing = time.monotonic(), request.stream_format
+        events = HeldEvents(self._held_events, request.facts.owner, framing.event_ends)
         try:
-            async with Leg(self._client, self._fleet, instance, self._limits, request.stream_format, ended) as leg:
+            async with Leg(self._client, self._fleet, instance, self._limits, events, framing, ended) as leg:
                 yield leg
         except InstanceCrashedError:
             self._quarantine.record(await digest_of(request.body.raw), instance.url, begun_at)
@@ -140,13 +147,7 @@ class AnswerRelay:
                 return ticket_in(await leg.read_all(), instance)
             back = [*([] if content_type else [UNTYPED]), *passed_back(head.headers)]
             if content_type is None or not content_type.lower().startswith(framing.media_type):
-                part, is_all = await leg.read_begin(HELD_BYTES if self._held < MAX_HELD_BYTES else 0)
-                began()
-                if is_all:
-                    with self._holding(len(part)):
-                        await answer.whole(head.status, back, part)
-                else:
-                    await pass_on_whole(leg, head, back, answer, part)
+                await self._pass_on_plain(leg, head, back, answer, began)
                 return None
             if head.header(b"cache-control") is None:
                 back.append(UNCACHED)
@@ -158,7 +159,7 @@ class AnswerRelay:
                     if not events:
                         return ticket
                 if not answer.started:
-                    if framing.is_keep_alive(events):
+                    if framing.is_keep_alive(events) and not leg.cuts_event:
                         await answer.keep_alive(head.status, back, events)
                         continue
                     raise_first_error(events, instance, framing)
@@ -169,7 +170,12 @@ class AnswerRelay:
                     if FAILED_CODE in events:
                         self._quarantine.record(await digest_of(request.body.raw), instance.url, begun_at)
                 if events:
+                    answer.is_in_event = leg.cuts_event
                     await answer.write(events)
+                    if len(events) > SMALL_BYTES:
+                        events = b""  # the server has a copy, which the client may take long to read
+                        await answer.flush()
+                        await pass_on_rest(leg, answer)
             if ticket is not None:
                 return ticket
             if not answer.started:
@@ -177,6 +183,27 @@ class AnswerRelay:
                 await answer.start(head.status, back)
             await answer.finish()
             return None
+
+    async def _pass_on_plain(
+        self, leg: Leg, head: ClientResponse, back: Headers, answer: ClientAnswer, began: Callable[[], None]
+    ) -> None:
+        """Pass on an answer that does not stream, whole if there is room for it."""
+        part, is_all = await leg.read_begin(HELD_BYTES if self._held < MAX_HELD_BYTES else 0)
+        began()
+        if is_all:
+            with self._holding(len(part)):
+                await answer.whole(head.status, back, part)
+        else:
+            await pass_on_whole(leg, head, back, answer, part)
+
+
+async def pass_on_rest(leg: Leg, answer: ClientAnswer) -> None:
+    """Pass on the rest of an event that is too long to hold as it arrives. Do nothing if none is cut."""
+    while part := await leg.rest_of_event():
+        await answer.write(part)
+        answer.is_in_event = leg.cuts_event
+        del part
+        await answer.flush()
 
 
 async def pass_on_whole(leg: Leg, head: ClientResponse, back: Headers, answer: ClientAnswer, part: bytes) -> None:

@@ -35,6 +35,8 @@ class ClientAnswer:
         """True from just before the first byte of an answer is sent. From then on there is no retry."""
         self.finished = False
         """True from just before the last byte is sent."""
+        self.is_in_event = False
+        """Whether the part of a stream that was sent last ends within an event."""
         self.sent_error = False
         """Whether an error event was passed on after the answer had started."""
         self._opened = False
@@ -56,6 +58,13 @@ class ClientAnswer:
     async def write(self, chunk: bytes) -> None:
         """Send bytes of the body; waits while the client reads too slowly."""
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def flush(self) -> None:
+        """Wait until the client's connection has taken nearly all that was sent. The server holds no more of it then.
+
+        An empty part of the body waits like any other, and is not sent.
+        """
+        await self.write(b"")
 
     async def finish(self, last: bytes = b"") -> None:
         """Send ``last`` as the last bytes of the body, and end the answer."""
@@ -85,9 +94,9 @@ class ClientAnswer:
 
         If no head has been sent yet, the answer has the error's status and headers. Otherwise a stream ends with the
         error as an event, and with the last event of the API's streams. An answer that does not stream stays
-        incomplete, so the server closes its connection.
+        incomplete, so the server closes its connection. So does a stream within an event, which no error can follow.
         """
-        if self._is_whole:
+        if self._is_whole or self.is_in_event:
             logger.warning("an answer ends before its last part: %s", error.message)
             return
         body = orjson.dumps(self._error_shape(error.fields()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
 
 from starlette.requests import Request
@@ -12,6 +11,7 @@ from ..runtime.web.apis import NATIVE
 from ..runtime.web.aside import Aside
 from ..runtime.web.body import MAX_UPLOADS, BodyEncoded, BodyTooLarge, TooManyValues, UploadDropped, Uploads
 from ..runtime.web.paths import PathFacts
+from .byte_budget import ByteBudget
 from .errors import BodyEncodedError, BodyTooLargeError, TooManyBodiesError
 from .request_body import RequestBody
 
@@ -34,11 +34,8 @@ class ClientBodies:
     def __init__(self, limit: int, held_limit: int) -> None:
         self.limit = limit
         """Maximum length of a body, in bytes."""
-        self._held_limit = held_limit
-        self.held = 0
+        self.budget = ByteBudget(held_limit)
         """Bytes of the bodies of running requests."""
-        self._of: Counter[str] = Counter()
-        """Bytes that each API key holds."""
         self._uploads = Uploads(MAX_UPLOADS * limit)
         self._aside = Aside()
 
@@ -74,20 +71,15 @@ class ClientBodies:
         Raises ``TooManyBodiesError`` if the bytes do not fit below the limit. A key that holds bodies already may not
         come to hold more than it leaves free. Bodies of up to ``SMALL_BYTES`` may exceed the limit by an eighth.
         """
-        limit = self._held_limit + (self._held_limit // 8 if size <= SMALL_BYTES else 0)
-        free, of_key = limit - self.held - size, self._of[key]
-        if free < 0 or (key and of_key and of_key + size > free):
-            share = f", {of_key} of them this API key's, which may hold as many as it leaves free" if key else ""
+        held = self.budget
+        if not held.fits(size, key, extra=held.limit // 8 if size <= SMALL_BYTES else 0):
+            share = f", {held.of(key)} of them this API key's, which may hold as many as it leaves free" if key else ""
             raise TooManyBodiesError(
-                f"running requests hold {self.held} bytes of bodies{share}; the limit is {self._held_limit} "
+                f"running requests hold {held.held} bytes of bodies{share}; the limit is {held.limit} "
                 f"(--max-held-body-bytes); send this one again later"
             )
-        self.held += size
-        self._of[key] += size
+        held.add(size, key)
         try:
             yield
         finally:
-            self.held -= size
-            self._of[key] -= size
-            if not self._of[key]:
-                del self._of[key]
+            held.add(-size, key)

@@ -58,7 +58,7 @@ class Dispatcher:
         unseen = max(options.first_byte_timeout, seconds_to_notice(options))
         limits = LegLimits(options.first_byte_timeout, options.idle_timeout, unseen)
         self._quarantine = Quarantine()
-        self._relay = AnswerRelay(fleet, client, limits, self._quarantine)
+        self._relay = AnswerRelay(fleet, client, limits, self._quarantine, options.max_held_event_bytes)
         self._pair_legs = PairLegs(self._relay)
 
     async def serve(self, request: RoutedRequest, answer: ClientAnswer) -> None:

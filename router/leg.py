@@ -6,7 +6,8 @@
 The request counts as the instance's until the end of its answer has arrived, or the block is left. The client may read
 the rest later. An end that still lies in the socket, because the router holds enough unread bytes, has not arrived.
 
-An answer's bytes are passed on unchanged: nothing is decompressed, and events are not parsed, only kept whole.
+An answer's bytes are passed on unchanged: nothing is decompressed, and events are not parsed. They are kept whole if
+the router has room for them (``held_events.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple, Self
 
 from ..runtime.web.client.client import Body, HttpClient
 from ..runtime.web.client.errors import AnswerTooLong, CannotConnect, ClientError, ConnectionGone
-from ..runtime.web.client.events import EventBuffer
 from ..runtime.web.client.response import ClientResponse
 from ..runtime.web.sse import OPENAI_STREAM, StreamFormat
 from .errors import (
@@ -36,6 +36,7 @@ from .errors import (
 )
 from .fleet import Fleet
 from .headers import Headers, passed_back
+from .held_events import HeldEvents
 from .instance import Instance
 from .membership import MemberState
 
@@ -70,6 +71,7 @@ class Leg:
         fleet: Fleet,
         instance: Instance,
         limits: LegLimits,
+        events: HeldEvents,
         stream_format: StreamFormat = OPENAI_STREAM,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
@@ -81,7 +83,8 @@ class Leg:
         self._limits = limits
         self._answer: ClientResponse | None = None
         self._format = stream_format
-        self._events = EventBuffer(ends=stream_format.event_ends)
+        self._events = events
+        """Events of the answer, from their arrival until the client has read them."""
         self._patience = limits.first_byte
         self._spoke_at = time.monotonic()
         """When the instance last sent more than a keep-alive that had not waited for the router."""
@@ -104,6 +107,7 @@ class Leg:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._count_no_more()
+        self._events.close()
         if isinstance(error, RouterError):
             error.url = self.instance.url
         if self._answer is not None:
@@ -237,24 +241,49 @@ class Leg:
             pass
 
     async def next_events(self) -> bytes:
-        """Wait for the next events of a stream, and return them, always whole; b"" at the end of the answer.
+        """Wait for the next events of a stream, and return them; b"" at the end of the answer.
+
+        They are whole unless ``cuts_event`` is set afterwards. The client must have read those returned before.
 
         Raises ``InstanceGoneError``, ``InstanceSilentError`` or ``SlowClientError``, and drops half an event, if the
         answer breaks off. Raises ``AnswerTooLongError`` for an event that is longer than the router holds.
         """
+        held = self._events
+        held.sent()
         try:
+            if held.was_cut and (whole := held.whole(b"")):
+                return whole
             while data := await self._begun.read():
                 self._hear(data)
-                if whole := self._events.whole(data):
-                    self._has_passed_on = self._has_passed_on or not self._format.is_keep_alive(whole)
+                if whole := held.whole(data):
+                    if not self._has_passed_on:
+                        self._has_passed_on = held.is_cut or not self._format.is_keep_alive(whole)
                     return whole
         except AnswerTooLong as exc:
-            # The client may have asked for that much.
-            raise AnswerTooLongError(f"{self.instance} sent {exc}") from None
+            raise self._too_long(exc) from None
         except (ClientError, TimeoutError) as exc:
             raise self._broken(exc) from exc
-        part = self._events.rest()
+        part = held.rest()
         return part + self._format.event_ends[0] if part else b""
+
+    @property
+    def cuts_event(self) -> bool:
+        """Whether ``next_events`` returned the begin of an event. Then ``rest_of_event`` must be called until b""."""
+        return self._events.is_cut
+
+    async def rest_of_event(self) -> bytes:
+        """Wait for more of the event that is cut, and return it; b"" after its end. Raises as ``next_events`` does."""
+        if not self._events.is_cut:
+            return b""
+        self._events.sent()
+        try:
+            return self._events.rest_of_event(await self.read())
+        except AnswerTooLong as exc:
+            raise self._too_long(exc) from None
+
+    def _too_long(self, exc: AnswerTooLong) -> AnswerTooLongError:
+        # The client may have asked for that much.
+        return AnswerTooLongError(f"{self.instance} sent {exc}")
 
     def _hear(self, data: bytes) -> None:
         """Note that ``data`` arrived. A keep-alive only shows that the instance is alive, not that the request gets on.

@@ -133,10 +133,18 @@ class RoutingOptions(PolicyOptions):
             "up to 64 KiB may take an eighth more. An API key may hold as much as it leaves free."
         ),
     )
+    max_held_event_bytes: int = opt(
+        default=256 * 2**20,
+        help=(
+            "Maximum bytes of events of more than 64 KiB, as of many log-probabilities, that streams hold for their "
+            "clients, all together. Others are passed on in parts, as they arrive. An API key may hold as much as it "
+            "leaves free."
+        ),
+    )
 
     def check_routing(self) -> None:
         """Raise ``RouterOptionsError`` for a number that is out of range."""
-        for name in ("retries", "retries_after_crash", "retry_window", "balance_abs_threshold"):
+        for name in ("retries", "retries_after_crash", "retry_window", "balance_abs_threshold", "max_held_event_bytes"):
             if not getattr(self, name) >= 0:
                 raise RouterOptionsError(f"--{name.replace('_', '-')} must be 0 or more")
         if not 0 <= self.cache_threshold <= 1:

@@ -15,13 +15,11 @@ PROCESS_BYTES = 256 << 20
 
 
 def router_memory(options: RouterOptions) -> int:
-    """Return the bytes that a router with ``options`` holds if all of its limits are reached at once.
-
-    Long events that wait for clients are not counted. The instances limit them, by their log-probabilities.
-    """
+    """Return the bytes that a router with ``options`` holds if all of its limits are reached at once."""
     bodies = options.max_held_body_bytes * 9 // 8  # small ones may exceed the limit by an eighth
     arriving = MAX_UPLOADS * options.max_body_bytes
     responses = int(options.responses_size * 1e6)
     prefixes = options.cache_table_blocks * BLOCK_BYTES
     streams = options.max_concurrent_requests * MAX_BUFFERED
-    return bodies + arriving + MAX_HELD_BYTES + responses + prefixes + MAX_HEAD_BYTES + streams + PROCESS_BYTES
+    answers = MAX_HELD_BYTES + options.max_held_event_bytes + streams
+    return bodies + arriving + answers + responses + prefixes + MAX_HEAD_BYTES + PROCESS_BYTES

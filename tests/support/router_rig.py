@@ -21,6 +21,8 @@ DONE = b"data: [DONE]\n\n"
 GENERATION_PATHS = ("/generate", "/v1/completions", "/completion", "/parley/say", "/api/chat")
 FLOOD_EVENTS = 256
 FLOOD_EVENT = b"data: " + b"x" * (1 << 18) + b"\n\n"
+LONG_EVENT = b"data: " + b"x" * (8 << 20) + b"\n\n"
+LONG_PART_BYTES = 64 << 10
 
 
 @dataclass
@@ -150,6 +152,21 @@ class FakeInstance:
             self.chunk(writer, FLOOD_EVENT)
             await writer.drain()
             self.flooded += 1
+        self.chunk(writer, b"")
+
+    async def do_long_event(self, seen, reader, writer):
+        """Send an event, one of 8 MiB, and the last one. Die within the second one after ``breaks`` bytes, if given."""
+        self.begin_stream(writer)
+        self.chunk(writer, EVENT)
+        for begin in range(0, len(LONG_EVENT), LONG_PART_BYTES):
+            if begin >= seen.body.get("breaks", len(LONG_EVENT)):
+                await self.go_on.wait()
+                writer.transport.abort()
+                return
+            self.chunk(writer, LONG_EVENT[begin : begin + LONG_PART_BYTES])
+            await writer.drain()
+            self.flooded += 1
+        self.chunk(writer, DONE)
         self.chunk(writer, b"")
 
     async def do_flood_and_leave(self, seen, reader, writer):

@@ -79,7 +79,7 @@ async def test_large_bodies_are_parsed_on_a_thread(rig):
 def test_held_bytes_are_limited_and_small_bodies_have_a_reserve():
     bodies = ClientBodies(MIB, 2 * MIB)
     with bodies.hold(MIB, ""), bodies.hold(MIB, ""):
-        assert bodies.held == 2 * MIB
+        assert bodies.budget.held == 2 * MIB
         with pytest.raises(TooManyBodiesError, match="2097152 bytes of bodies"), bodies.hold(SMALL_BYTES + 1, ""):
             raise AssertionError("it was let in")
         with contextlib.ExitStack() as small:
@@ -87,13 +87,13 @@ def test_held_bytes_are_limited_and_small_bodies_have_a_reserve():
                 small.enter_context(bodies.hold(SMALL_BYTES, ""))
             with pytest.raises(TooManyBodiesError):
                 small.enter_context(bodies.hold(1, ""))
-    assert bodies.held == 0
+    assert bodies.budget.held == 0
 
 
 def test_a_key_can_hold_as_many_bytes_of_bodies_as_it_leaves_free():
     bodies = ClientBodies(8 * MIB, 8 * MIB)
     with bodies.hold(8 * MIB, "greedy"):
-        assert bodies.held == 8 * MIB, "one body is always let in"
+        assert bodies.budget.held == 8 * MIB, "one body is always let in"
     with contextlib.ExitStack() as held:
         for _ in range(4):
             held.enter_context(bodies.hold(MIB, "greedy"))
@@ -104,7 +104,7 @@ def test_a_key_can_hold_as_many_bytes_of_bodies_as_it_leaves_free():
     with contextlib.ExitStack() as held:
         for _ in range(8):
             held.enter_context(bodies.hold(MIB, ""))
-    assert (bodies.held, bodies._of) == (0, {})
+    assert (bodies.budget.held, bodies.budget._of) == (0, {})
 
 
 @scenario(max_body_bytes=MIB, max_held_body_bytes=MIB)

@@ -12,6 +12,7 @@ import pytest
 from support.jumping_loop import run_jumping
 
 from pdserve.router import leg as leg_module
+from pdserve.router.byte_budget import ByteBudget
 from pdserve.router.errors import (
     AnswerTooLongError,
     InstanceAnsweredError,
@@ -24,6 +25,7 @@ from pdserve.router.errors import (
     SlowClientError,
 )
 from pdserve.router.fleet import Fleet
+from pdserve.router.held_events import SMALL_BYTES, HeldEvents
 from pdserve.router.instance import HealthState
 from pdserve.router.leg import Leg, LegLimits
 from pdserve.router.options import RouterOptions
@@ -31,9 +33,15 @@ from pdserve.runtime.web.client.client import HttpClient
 from pdserve.runtime.web.client.connection import Connection
 from pdserve.runtime.web.client.errors import BadAnswer, CannotConnect, ClientError, ConnectionGone
 from pdserve.runtime.web.client.response import ClientResponse
+from pdserve.runtime.web.sse import OPENAI_STREAM
 
 A, B = b'data: {"text": "a"}\n\n', b'data: {"text": "b"}\n\n'
 CRLF = b": ping\r\n\r\n"
+
+
+def held_events(limit: int = 1 << 30) -> HeldEvents:
+    """Return the events of an answer, which may hold ``limit`` bytes of long ones."""
+    return HeldEvents(ByteBudget(limit), "", OPENAI_STREAM.event_ends)
 
 
 class Scripted(ClientResponse):
@@ -83,7 +91,7 @@ def give_up(since: float, *, leaves: bool = False, body: list[bytes | Exception]
 
         async def ask() -> None:
             async with Leg(
-                Client(None if body is None else Mute(body)), fleet, instance, LegLimits(60.0, 7.0, 60.0)
+                Client(None if body is None else Mute(body)), fleet, instance, LegLimits(60.0, 7.0, 60.0), held_events()
             ) as leg:
                 await leg.open("/generate", b"{}", [], streams=True)
                 await leg.next_events()
@@ -127,7 +135,7 @@ def test_nothing_is_sent_to_an_instance_that_was_removed_since_it_was_chosen() -
         fleet = Fleet(RouterOptions(worker=["http://127.0.0.1:1"]))
         [instance] = fleet.instances
         client = Client(ConnectionRefusedError("asked"))
-        async with Leg(client, fleet, instance, LegLimits(5.0, 7.0, 60.0)) as leg:
+        async with Leg(client, fleet, instance, LegLimits(5.0, 7.0, 60.0), held_events()) as leg:
             fleet.remove(instance)
             await leg.open("/generate", b"{}", [], streams=False)
 
@@ -144,8 +152,10 @@ class Opened:
         outcome: ClientResponse | Exception | None,
         first_byte: float = 5.0,
         read: Callable[[Leg], Awaitable[bytes]] = Leg.next_events,
+        held: HeldEvents | None = None,
     ) -> None:
         self._read = read
+        self.held = held or held_events()
         self.heard: list[float] = []
         """``heard_at`` of the instance when the answer had begun, and after each read."""
         self.fleet = Fleet(RouterOptions(worker=["http://127.0.0.1:1"]))
@@ -160,7 +170,7 @@ class Opened:
 
     async def _run(self, client: Client, limits: LegLimits) -> None:
         try:
-            async with Leg(client, self.fleet, self.instance, limits) as leg:
+            async with Leg(client, self.fleet, self.instance, limits, self.held) as leg:
                 assert self.instance.in_flight == 1
                 await leg.open("/generate", b"{}", [], streams=True)
                 self.heard.append(self.instance.heard_at)
@@ -190,6 +200,75 @@ def test_events_go_on_whole(pieces: list[bytes | Exception], events: list[bytes]
     leg = Opened(Scripted(pieces))
     assert (leg.events, leg.error) == (events, None)
     assert leg.instance.state is HealthState.HEALTHY
+
+
+LONG = b"data: " + b"x" * (3 * SMALL_BYTES) + b"\n\n"
+
+
+async def read_in_parts(leg: Leg) -> bytes:
+    """Read as the router does from an event that is cut."""
+    return await leg.rest_of_event() or await leg.next_events()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "events"),
+    [
+        ([A, LONG[:70000], LONG[70000:80000], LONG[80000:], B], [A, LONG[:70000], LONG[70000:80000], LONG[80000:], B]),
+        ([LONG[:70000], LONG[70000:] + A + B[:3], B[3:]], [LONG[:70000], LONG[70000:], A, B]),
+        ([LONG[:-1], LONG[-1:] + B[:3], B[3:]], [LONG[:-1], LONG[-1:], B]),
+        ([LONG[:-1], b"\r", LONG[-1:] + A], [LONG[:-1], b"\r", LONG[-1:], A]),
+        ([LONG[:-2], LONG[-2:-1], LONG[-1:]], [LONG[:-2], LONG[-2:-1], LONG[-1:]]),
+        ([LONG[:-2], LONG[-2:] + LONG[:-2], LONG[-2:]], [LONG[:-2], LONG[-2:], LONG[:-2], LONG[-2:]]),
+        ([LONG[:70000]], [LONG[:70000], b"\n\n"]),
+        ([A + LONG[:70000], LONG[70000:]], [A, LONG]),  # all of it came before it could be passed on
+        ([LONG], [LONG]),
+    ],
+)
+def test_an_event_that_the_router_may_not_hold_goes_on_in_parts(
+    pieces: list[bytes | Exception], events: list[bytes]
+) -> None:
+    budget = ByteBudget(0)
+    leg = Opened(Scripted(pieces), read=read_in_parts, held=HeldEvents(budget, "", OPENAI_STREAM.event_ends))
+    assert (leg.events, leg.error, budget.held) == (events, None, 0)
+
+
+def test_an_event_counts_from_its_arrival_until_the_client_has_it() -> None:
+    budget, counts = ByteBudget(len(LONG)), list[int]()
+
+    async def read(leg: Leg) -> bytes:
+        counts.append(budget.held)
+        events = await read_in_parts(leg)
+        counts.append(budget.held)
+        return events
+
+    held = HeldEvents(budget, "", OPENAI_STREAM.event_ends)
+    leg = Opened(Scripted([A, LONG[:70000], LONG[70000:], A]), read=read, held=held)
+    assert (leg.events, leg.error) == ([A, LONG, A], None)
+    assert counts == [0, 0, 0, len(LONG), len(LONG), 0, 0, 0]
+
+
+def test_an_api_key_may_hold_as_much_of_long_events_as_it_leaves_free() -> None:
+    budget = ByteBudget(len(LONG))
+    pieces: list[bytes | Exception] = [A, LONG[:70000], LONG[70000:140000], LONG[140000:], A]
+    leg = Opened(Scripted(pieces), read=read_in_parts, held=HeldEvents(budget, "key", OPENAI_STREAM.event_ends))
+    assert (leg.events, leg.error) == ([A, LONG[:140000], LONG[140000:], A], None)
+    assert (budget.held, budget.of("key")) == (0, 0)
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_half_of_a_long_event_counts_no_more_where_the_answer_breaks_off(limit: int) -> None:
+    budget = ByteBudget(limit)
+    held = HeldEvents(budget, "", OPENAI_STREAM.event_ends)
+    leg = Opened(Scripted([A, LONG[:70000], ConnectionGone(False)]), read=read_in_parts, held=held)
+    assert leg.events == [A, *([] if limit else [LONG[:70000]])]
+    assert isinstance(leg.error, InstanceCrashedError)
+    assert budget.held == 0
+
+
+def test_an_event_that_goes_on_in_parts_has_a_limit_too() -> None:
+    leg = Opened(Scripted([A, *[b"x" * (32 << 20)] * 3]), read=read_in_parts, held=held_events(0))
+    assert [len(event) for event in leg.events] == [len(A), 32 << 20, 32 << 20]
+    assert isinstance(leg.error, AnswerTooLongError)
 
 
 def test_half_an_event_is_dropped_where_the_answer_breaks_off() -> None:
@@ -300,7 +379,7 @@ def test_a_whole_answer_may_take_as_long_as_its_instance_is_alive(
         checks = asyncio.create_task(check()) if alive else None
         begun_at, error = loop.time(), None
         try:
-            async with Leg(Slow(), fleet, instance, LegLimits(5.0, 7.0, 600.0)) as leg:
+            async with Leg(Slow(), fleet, instance, LegLimits(5.0, 7.0, 600.0), held_events()) as leg:
                 await leg.open("/generate", b"{}", [], streams=streams)
         except InstanceSilentError as e:
             error = e
@@ -384,7 +463,9 @@ def test_a_leg_is_given_up_although_it_read_what_had_waited(by: Callable[[Leg], 
         [instance] = fleet.instances
 
         async def ask() -> None:
-            async with Leg(Client(Unread(seconds, [A])), fleet, instance, LegLimits(60.0, 7.0, 60.0)) as leg:
+            async with Leg(
+                Client(Unread(seconds, [A])), fleet, instance, LegLimits(60.0, 7.0, 60.0), held_events()
+            ) as leg:
                 await leg.open("/generate", b"{}", [], streams=True)
                 hung_since = time.monotonic()
                 await by(leg)
@@ -426,7 +507,7 @@ def test_an_error_has_a_limit_and_no_instance_is_blamed_for_it(monkeypatch: pyte
         fleet.set_state(instance, HealthState.HEALTHY, "")
         scripted = Scripted(pieces)
         try:
-            async with Leg(Client(scripted), fleet, instance, LegLimits(5.0, 7.0, 60.0)) as leg:
+            async with Leg(Client(scripted), fleet, instance, LegLimits(5.0, 7.0, 60.0), held_events()) as leg:
                 await leg.open("/generate", b"{}", [], streams=False)
                 return await leg.read_all(), instance.state
         finally:

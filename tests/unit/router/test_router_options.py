@@ -92,6 +92,7 @@ def test_a_url_with_a_password_is_refused_and_not_repeated(url: str) -> None:
         {"worker": ["http://a"], "retries": -1},
         {"worker": ["http://a"], "retries_after_crash": -1},
         {"worker": ["http://a"], "max_held_body_bytes": 2**20},
+        {"worker": ["http://a"], "max_held_event_bytes": -1},
         {"worker": ["http://a"], "retry_window": -0.1},
         {"worker": ["http://a"], "max_body_bytes": 0},
         {"worker": ["http://a"], "cache_threshold": -0.1},

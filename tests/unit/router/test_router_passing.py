@@ -1,12 +1,17 @@
 """What goes through the router and what doesn't: headers, bodies, paths, and how fast."""
 
 import asyncio
+import contextlib
+import tracemalloc
 
 import httpx
 import pytest
-from support.router_rig import DONE, FLOOD_EVENT, FLOOD_EVENTS, generate, scenario
+from support.router_rig import DONE, EVENT, FLOOD_EVENT, FLOOD_EVENTS, LONG_EVENT, LONG_PART_BYTES, generate, scenario
 
 from pdserve.router import answer_relay, dispatcher, leg
+from pdserve.router.byte_budget import ByteBudget
+
+MIB = 1 << 20
 
 
 @pytest.mark.parametrize("status", [200, 418])
@@ -100,6 +105,97 @@ def test_a_slow_reader_holds_up_its_instance_alone(script, streams, held, monkey
             async for data in response.aiter_raw():
                 size += len(data)
         assert size == FLOOD_EVENTS * len(FLOOD_EVENT)
+
+    run()
+
+
+@pytest.fixture
+def budgets(monkeypatch):
+    """The budgets of long events of the routers that the test starts."""
+    made = []
+
+    def make(limit):
+        made.append(ByteBudget(limit))
+        return made[-1]
+
+    monkeypatch.setattr(answer_relay, "ByteBudget", make)
+    return made
+
+
+def test_long_events_of_clients_that_do_not_read_are_held_within_the_limit(budgets):
+    @scenario(max_held_event_bytes=20 * MIB)
+    async def run(rig):
+        slow, fast = await rig.instance("long_event"), await rig.instance("long_event")
+        client = await rig.route(worker=[slow, fast])
+        [budget] = budgets
+        client.timeout = None
+        whole = EVENT + LONG_EVENT + DONE
+        async with contextlib.AsyncExitStack() as answers:
+            before_bytes, _ = tracemalloc.get_traced_memory()
+            asked = [client.stream("POST", "/generate", json={"text": "x", "stream": True}) for _ in range(12)]
+            responses = [await answers.enter_async_context(one) for one in asked]
+            before, turns = -1, 0
+            while turns < 500:
+                flooded = slow.flooded + fast.flooded
+                turns = turns + 1 if flooded == before else 0
+                before = flooded
+                await asyncio.sleep(0)
+            held, _ = tracemalloc.get_traced_memory()
+            assert 4 * MIB < budget.held < 20 * MIB + 12 * MIB // 2
+            assert held - before_bytes < 48 * MIB, "of 96 MiB"
+            # A client that reads gets its own all the same, and the others lose nothing.
+            assert (await generate(client, stream=True)).content == whole
+            for response in responses:
+                assert await response.aread() == whole
+        assert (budget.held, budget.of("")) == (0, 0)
+        info = (await client.get("/server_info")).json()["instances"]
+        assert [(i["failures"], i["state"]) for i in info] == [(0, "healthy")] * 2
+
+    tracemalloc.start()
+    try:
+        run()
+    finally:
+        tracemalloc.stop()
+
+
+async def read_into(found, parts):
+    """Add all ``parts`` of a body to ``found``, as far as it comes."""
+    async for part in parts:
+        found.append(part)
+
+
+@pytest.mark.parametrize(
+    ("limit", "length"),
+    [
+        (64 * MIB, 4 * MIB),
+        (0, 4 * MIB),
+        (0, 2 * LONG_PART_BYTES),  # after the first part that is passed on
+    ],
+)
+def test_a_stream_that_breaks_off_within_an_event_ends_with_an_error_if_the_event_was_held(budgets, limit, length):
+    @scenario(max_held_event_bytes=limit)
+    async def run(rig):
+        instance = await rig.instance("long_event")
+        client = await rig.route(worker=[instance])
+        async with client.stream("POST", "/generate", json={"text": "x", "stream": True, "breaks": length}) as response:
+            parts = response.aiter_raw()
+            body = await anext(parts)
+            if limit:
+                while budgets[0].held < MIB:
+                    await asyncio.sleep(0)
+                instance.go_on.set()
+                body += b"".join([part async for part in parts])
+                assert body.startswith(EVENT + b'data: {"error"')
+                assert body.endswith(DONE)
+            else:
+                while len(body) < len(EVENT) + min(MIB, length):
+                    body += await anext(parts)
+                instance.go_on.set()
+                rest = []
+                with pytest.raises(httpx.RemoteProtocolError, match="without sending complete"):
+                    await read_into(rest, parts)
+                assert (EVENT + LONG_EVENT).startswith(body + b"".join(rest))
+        assert budgets[0].held == 0
 
     run()
 
