@@ -373,8 +373,10 @@ def scenario(**options):
             async def body():
                 rig = Rig(**options)
                 async with asyncio.timeout(TIME_LIMIT):
-                    await test(rig)
-                    await rig.close()
+                    try:
+                        await test(rig)
+                    finally:
+                        await rig.close()  # else sockets that are left open fail the next test, too
 
             asyncio.run(body())
 
